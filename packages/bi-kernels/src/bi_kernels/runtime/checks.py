@@ -1,0 +1,66 @@
+"""Argument checks shared by the public wrappers. They read metadata only: no host sync, no data access."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .errors import ArgumentError
+
+__all__ = ["check_tensor", "check_value"]
+
+Dim = int | str | None
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    *,
+    dtype: torch.dtype | Sequence[torch.dtype] | None = None,
+    shape: Sequence[Dim] | None = None,
+    device: torch.device | None = None,
+    contiguous: bool = False,
+    last_dim_contiguous: bool = False,
+) -> None:
+    """Raise :class:`ArgumentError` unless ``tensor`` is as described.
+
+    Args:
+        name: The parameter's name, for the message.
+        tensor: The tensor to look at.
+        dtype: One allowed dtype, or several.
+        shape: One entry per dimension: an int must match; a string or None matches anything (the string is shown).
+        device: Required device.
+        contiguous: Require row-major memory without gaps.
+        last_dim_contiguous: Require stride 1 in the last dimension only.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(name, "a torch.Tensor", type(tensor).__name__, "Pass a tensor.")
+    if dtype is not None:
+        allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
+        if tensor.dtype not in allowed:
+            want = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+            raise ArgumentError(
+                name, f"dtype {want}", str(tensor.dtype).removeprefix("torch."), "Convert it before the call."
+            )
+    if shape is not None:
+        fits = tensor.dim() == len(shape) and all(
+            not isinstance(want, int) or have == want for have, want in zip(tensor.shape, shape, strict=True)
+        )
+        if not fits:
+            want = "(" + ", ".join("*" if d is None else str(d) for d in shape) + ")"
+            raise ArgumentError(name, f"shape {want}", str(tuple(tensor.shape)), "Reshape or reallocate it.")
+    if device is not None and tensor.device != device:
+        raise ArgumentError(name, f"device {device}", str(tensor.device), "Move it before the call.")
+    if contiguous and not tensor.is_contiguous():
+        raise ArgumentError(name, "contiguous memory", f"strides {tensor.stride()}", "Call .contiguous() on it.")
+    if last_dim_contiguous and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ArgumentError(
+            name, "stride 1 in the last dimension", f"strides {tensor.stride()}", "Call .contiguous() on it."
+        )
+
+
+def check_value(name: str, ok: bool, expected: str, found: object, remedy: str) -> None:
+    """Raise :class:`ArgumentError` for parameter ``name`` unless ``ok``."""
+    if not ok:
+        raise ArgumentError(name, expected, str(found), remedy)
