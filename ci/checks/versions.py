@@ -4,7 +4,7 @@
 
 For each package: ``_version.py`` equals the top heading of CHANGELOG.md; ranges on sibling packages admit the siblings'
 own versions, and vLLM and the libraries that it bundles are no dependencies; ``wheel.cmake = false`` stands in
-pyproject.toml exactly as long as csrc/ has no ``.cu`` file. With a folder of wheels, it holds one wheel of that version,
+pyproject.toml exactly as long as csrc/ has no ``.cu`` file. A folder of wheels holds one wheel of that version,
 whose build_info.json says the same. Exit code 1 lists every fault.
 """
 

@@ -4,7 +4,7 @@
 
 One JSON line per shape: op, shape, stock, stock_us, ours_us, ratio (stock / ours), gb_s (bytes read and written by
 ours), percent_of_copy, bitwise (all codes and scales compared with the reference in this run). Everything is replayed
-from CUDA graphs, stock, ours and the copy by turns, and the median is taken. Without vLLM there is no stock kernel: null.
+from CUDA graphs, stock, ours and the copy by turns, and the median is taken. Without vLLM stock is null.
 """
 
 from __future__ import annotations
