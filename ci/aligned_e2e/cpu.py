@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 import bi_kernels as bk
-import bi_moe_deepep as moe
 import bi_reload as reload
 
 from .actor import recompute_logprobs
@@ -58,7 +58,7 @@ def run(console: Console) -> Report:
             "machine": platform.machine(),
         },
         model=_describe(config, deployment),
-        attestation=bk.attest().to_dict(),
+        attestation=json.loads(bk.attest().to_json()),
     )
     runs = len(SCHEDULES) + 2  # the reload generates twice
     with Progress(console=console) as progress:
@@ -114,7 +114,7 @@ def _reload(
     """Another checkpoint and back, in place: its bits must be a cold actor's, and then the old bits again."""
     problems: list[str] = []
     comparisons: list[Comparison] = []
-    ledger = reload.AddressLedger(rollout)
+    ledger = reload.AddressLedger().record(rollout)
     new = perturb(config, old, seed=1)
     actor = DeepseekV4(config, deployment, new)
 

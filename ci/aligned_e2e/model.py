@@ -18,7 +18,7 @@ import bi_sparse_attn as sparse
 
 from .config import Deployment, ModelConfig
 from .layers import pool_entries, rms_norm, rope, rope_table
-from .paged import Batch, Caches, LayerCache
+from .paged import Batch, Caches, LayerCache, Segment
 
 __all__ = ["DeepseekV4"]
 
@@ -32,16 +32,9 @@ class DeepseekV4(nn.Module):
         config: Sizes.
         deployment: Capacities.
         checkpoint: Tensors by name; copied.
-        dispatcher: Expert dispatch of this side; its world size must not show in the bits.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        deployment: Deployment,
-        checkpoint: dict[str, torch.Tensor],
-        dispatcher: moe.StagedDispatcher | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, deployment: Deployment, checkpoint: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.config, self.deployment = config, deployment
         self.scale_format = bk.scale_format_for(config.arch)
@@ -65,7 +58,7 @@ class DeepseekV4(nn.Module):
             )
             for ratio in set(config.compress_ratios)
         }
-        self.dispatcher = dispatcher
+        self.set_expert_ranks(1)
 
     def layer(self, n: int) -> nn.Module:
         """Decoder layer ``n``."""
@@ -266,7 +259,7 @@ class DeepseekV4(nn.Module):
         return chosen
 
     def _attend_prefill(
-        self, n: int, q: torch.Tensor, entries: torch.Tensor | None, batch: Batch, segment: object, cache: LayerCache,
+        self, n: int, q: torch.Tensor, entries: torch.Tensor | None, batch: Batch, segment: Segment, cache: LayerCache,
         out: torch.Tensor,
     ) -> None:  # fmt: skip
         """Rows of one request: gather its entries and its window once, then attend chunk by chunk."""
@@ -351,9 +344,36 @@ class DeepseekV4(nn.Module):
         hidden = bk.silu_and_mul(self._linear(x, shared.w13), clamp_limit=c.swiglu_limit, arch=c.arch)
         return (routed.float() + self._linear(hidden, shared.w2).float()).bfloat16()
 
+    def set_expert_ranks(self, ranks: int) -> None:
+        """Share the experts among so many simulated ranks from now on; must not show in the bits."""
+        self.transport = moe.InProcessTransport(ranks)
+
     def _routed(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: nn.Module) -> torch.Tensor:
-        """Routed experts of all rows, through staged dispatch at fixed capacity."""
-        raise NotImplementedError
+        """Routed experts of all rows: every rank brings its part of the rows and holds its part of the experts."""
+        c, d = self.config, self.deployment
+        ranks = self.transport.world_size
+        share, local = -(-x.shape[0] // ranks), c.num_experts // ranks
+        # Every rank pads its rows to the same bucket, so that all run the same number of slices.
+        plan = moe.plan_slices(-(-share // d.expert_capacity) * d.expert_capacity, capacity=d.expert_capacity)
+
+        def program(transport: moe.Transport) -> torch.Tensor:
+            rows = slice(transport.rank * share, (transport.rank + 1) * share)
+            own = slice(transport.rank * local, (transport.rank + 1) * local)
+            weight = [t[own] for t in (experts.w13.weight, experts.w13.scale, experts.w2.weight, experts.w2.scale)]
+            dispatcher = moe.StagedDispatcher(
+                transport, num_experts=c.num_experts, capacity=plan.capacity, num_slices=plan.num_slices
+            )
+            routed, _ = dispatcher.run(
+                x[rows],
+                ids[rows],
+                weights[rows],
+                experts=lambda staged, counts: moe.expert_mlp(
+                    staged, counts, *weight, arch=c.arch, clamp_limit=c.swiglu_limit
+                ),
+            )
+            return routed
+
+        return torch.cat(self.transport.run(program))
 
 
 def _plant(root: nn.Module, name: str, tensor: torch.Tensor) -> None:

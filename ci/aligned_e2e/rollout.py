@@ -11,6 +11,7 @@ import torch
 import bi_kernels as bk
 import bi_reload as reload
 from bi_kernels.reference import numerics
+from bi_kernels.runtime.errors import CapacityError
 
 from .config import Deployment
 from .model import DeepseekV4
@@ -142,6 +143,11 @@ class RolloutEngine:
             running.append(run)
             parts.append((run, rows))
             budget -= rows
+        if not parts:
+            raise CapacityError(
+                f"KV pages: expected room for the next request, got {len(self._pages)} pages and {len(self._blocks)} "
+                "blocks with nothing running. Give the engine more blocks."
+            )
         # Single rows first: they take the decode path, whether drawn or the tail of a prompt, as in vLLM.
         parts.sort(key=lambda part: part[1] != 1)
         return parts
