@@ -264,7 +264,6 @@ class DeepseekV4(nn.Module):
     ) -> None:  # fmt: skip
         """Rows of one request: gather its entries and its window once, then attend chunk by chunk."""
         c, d, ratio = self.config, self.deployment, self.config.compress_ratios[n]
-        capacity = self.capacities[ratio]
         for chunk in sparse.plan_prefill_chunks([segment.rows], chunk_tokens=d.prefill_chunk):
             start = segment.start + chunk.start
             stop = segment.start + chunk.stop
@@ -284,7 +283,6 @@ class DeepseekV4(nn.Module):
                 compress_ratio=ratio,
                 window_size=c.window,
                 compressed_rows=compressed_rows,
-                width=capacity.combined_width,
             )
             self._mla(n, q[rows], torch.cat(parts), indices, lengths, out[rows])
 
@@ -295,7 +293,8 @@ class DeepseekV4(nn.Module):
         c, d, ratio = self.config, self.deployment, self.config.compress_ratios[n]
         rows = slice(0, batch.num_decode)
         request, positions = batch.request[rows], batch.positions[rows]
-        window = positions[:, None] - torch.arange(c.window - 1, -1, -1)
+        window = (positions[:, None] - (c.window - 1)).clamp(min=0) + torch.arange(c.window)  # oldest to newest
+        window = torch.where(window <= positions[:, None], window, -1)
         window_slots = batch.window_slots(request[:, None].expand_as(window), window)
         if entries is None:
             entry_slots = torch.empty(batch.num_decode, 0, dtype=torch.int64)

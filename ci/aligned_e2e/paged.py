@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bi_sparse_attn import index_block_bytes, kv_block_bytes
+from bi_sparse_attn import index_k_block_bytes, kv_block_bytes
 
 from .config import Deployment, ModelConfig
 
@@ -52,7 +52,7 @@ class Caches:
                 cache.compressed = pages(blocks, kv_block_bytes(deployment.block // ratio))
                 cache.state = states(config.overlap(layer) * config.head_dim)
             if ratio == 4:
-                cache.index_k = pages(blocks, index_block_bytes(deployment.block // ratio))
+                cache.index_k = pages(blocks, index_k_block_bytes(deployment.block // ratio))
                 cache.index_state = states(2 * config.index_head_dim)
             self.layers.append(cache)
 
