@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import Blocker
@@ -30,24 +31,24 @@ class Refusal:
 
 
 REFUSED = (
-    Refusal("tensor parallel size > 1", "its all-reduce rounds per-rank partial sums to bf16; use DP = EP, TP 1"),
-    Refusal("pipeline parallel size > 1", "never tested for equal bits; use DP = EP, PP 1"),
+    Refusal("tensor parallel size > 1", "its all-reduce adds bf16-rounded parts of one row; use DP = EP with TP 1"),
+    Refusal("pipeline parallel size > 1", "not tested for equal bits; use DP = EP with PP 1"),
     Refusal(
         "all-to-all backends other than DeepEP low latency and BI_EP_TRANSPORT=nccl",
-        "all-gather/reduce-scatter rounds per-rank partial sums to bf16, and the others have no fixed combine order",
+        "vLLM's all-gather/reduce-scatter rounds per-rank partial sums to bf16; the others are not tested",
     ),
-    Refusal("MTP and DSpark speculation", "draft rows take another top-k and attention path than verified ones"),
-    Refusal("LoRA", "its kernels choose their split of K from the batch"),
-    Refusal("EPLB", "it moves experts between slots while requests run"),
-    Refusal("DBO (micro-batching)", "it cuts the batch by its size and doubles the dispatch handles"),
-    Refusal("DCP and PCP", "they split one row's attention over ranks and merge the parts by rank"),
-    Refusal("FP4 indexer cache", "its scores have other bits than the FP8 cache's, and the selector is not tested there"),
-    Refusal("mega-MoE", "one fused kernel whose tiles follow the batch; it bypasses capacity, quantiser and combine"),
-    Refusal("FP4 experts on Hopper", "DeepGEMM has no such kernel there, and the Marlin and Humming ones are others"),
+    Refusal("MTP and DSpark speculation", "draft rows take score, top-k and attention paths of their own"),
+    Refusal("LoRA", "its kernels are neither specified nor tested here"),
+    Refusal("EPLB", "it moves experts to other dispatch slots while requests run"),
+    Refusal("DBO (micro-batching)", "it cuts the batch by its size; not tested with staged dispatch"),
+    Refusal("DCP and PCP", "they split one row's attention over ranks and merge the parts"),
+    Refusal("FP4 indexer cache", "its scores have other bits than those of the FP8 cache; not tested"),
+    Refusal("mega-MoE", "its gate changes kernel with the number of tokens, and it bypasses the fixed capacity"),
+    Refusal("FP4 experts on Hopper", "DeepGEMM has no FP4 kernel there"),
     Refusal("FlashInfer DSv4 attention", "it is not the attention that these hooks make invariant"),
     Refusal("SM120", "no arithmetic is specified for it"),
-    Refusal("float32 head", "its logits go through a cuBLAS call that is not row-invariant by contract"),
-    Refusal("disable_hybrid_kv_cache_manager", "the cache layout that the gather reads needs the hybrid manager"),
+    Refusal("float32 head", "its logits go through a cuBLAS call that chooses its kernel from the number of rows"),
+    Refusal("disable_hybrid_kv_cache_manager", "the cache pages that the gather reads come from the hybrid manager"),
 )
 """Refused for now. What depends on the model's configuration is refused when the model is built."""
 
@@ -127,7 +128,7 @@ SETTINGS = {
 }
 """Environment variable to what is accepted, and what to do otherwise. All that aligned mode looks at."""
 
-_CHECKS = {
+_CHECKS: dict[str, Callable[[str | None], bool]] = {
     SWITCH: _is_integer_or_unset,
     PARTIAL: lambda value: value in (None, "0", "1"),
     "VLLM_PLUGINS": _plugins_include_us,
