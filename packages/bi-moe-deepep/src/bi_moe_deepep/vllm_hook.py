@@ -52,7 +52,8 @@ REFUSED_SETTINGS = (
     ),
     Refusal(
         "mega-MoE (moe_backend deep_gemm_mega_moe and other fused dispatch backends)",
-        "one kernel dispatches, multiplies and combines: capacity, quantiser and order of combination are out of reach",
+        "its gate changes kernels with the number of tokens, and capacity, quantiser and order of combination are out of "
+        "reach inside it",
         "bi-moe-deepep",
     ),
     Refusal(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import Blocker
@@ -117,7 +118,7 @@ SETTINGS = {
 }
 """Environment variable to what is accepted, and what to do otherwise. All that aligned mode looks at."""
 
-_CHECKS = {
+_CHECKS: dict[str, Callable[[str | None], bool]] = {
     SWITCH: _is_integer_or_unset,
     PARTIAL: lambda value: value in (None, "0", "1"),
     "VLLM_PLUGINS": _plugins_include_us,
