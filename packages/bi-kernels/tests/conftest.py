@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from bi_kernels import _native  # noqa: F401  declares the library before a test copies the registry
 from bi_kernels.runtime import hooks, native, probe
 
 
@@ -36,9 +37,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def world(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_environment: None
-) -> Iterator[fake_vllm.FakeWorld]:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_environment: None) -> Iterator[fake_vllm.FakeWorld]:
     """vLLM 0.26.0 and the package bi_fake, importable, with the switch on."""
     assert "vllm" not in sys.modules
     world = fake_vllm.FakeWorld(tmp_path / "site")

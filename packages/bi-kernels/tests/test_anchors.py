@@ -212,7 +212,9 @@ def make_wheel(directory, version="0.26.0", changes=None):
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in {**VLLM, **(changes or {})}.items():
             archive.writestr(name, textwrap.dedent(text))
-        archive.writestr(f"vllm-{version}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+        archive.writestr(
+            f"vllm-{version}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+        )
     return path
 
 

@@ -61,9 +61,8 @@ def test_an_op_wins_over_the_module_of_its_name(tmp_path, monkeypatch):
     )
     (tmp_path / "lazy_demo" / "same.py").write_text("def same():\n    return 1\n\n\ndef other():\n    return 2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    from lazy_demo.same import other  # binds the submodule on the package, were it not refused
-
     import lazy_demo
+    from lazy_demo.same import other  # binds the submodule on the package, were it not refused
 
     assert lazy_demo.same() == 1
     assert lazy_demo.other is other

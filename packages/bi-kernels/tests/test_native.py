@@ -169,7 +169,11 @@ def test_require_native_lists_every_op(fake_library):
 def test_a_librarys_reasons_come_once(fake_library):
     rewrite(fake_library, version="9")
     blockers = op_blockers(["bi_fake::first", "bi_fake::second"])
-    assert [blocker.subject for blocker in blockers] == ["native library of bi-fake", "bi_fake::first", "bi_fake::second"]
+    assert [blocker.subject for blocker in blockers] == [
+        "native library of bi-fake",
+        "bi_fake::first",
+        "bi_fake::second",
+    ]
 
 
 @pytest.mark.parametrize(("capability", "fits"), [((9, 0), True), ((10, 3), True), ((8, 0), False), ((12, 0), False)])
