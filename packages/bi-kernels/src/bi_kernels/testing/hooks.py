@@ -16,9 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 
-from bi_kernels.runtime.anchors import anchored_targets, anchors_file, defines
+from bi_kernels.runtime.anchors import anchored_targets, anchors_file, defines, load_plan
 from bi_kernels.runtime.hooks import HookPlan, Patch
-from bi_kernels.runtime.packages import distribution_version, module_file, public_version, release_prefix
+from bi_kernels.runtime.packages import PACKAGES, distribution_version, module_file, public_version
 
 __all__ = ["RELEASES", "HookTableTests", "run_python", "write_stand_in"]
 
@@ -86,8 +86,8 @@ def write_stand_in(root: Path, plan: HookPlan, version: str) -> tuple[str, ...]:
     """
     tree: dict[str, dict[str, set[str]]] = {"vllm": {}, "vllm.envs": {}}
     targets = anchored_targets(plan, version)
-    free = [p for p in plan.patches if p.kind == "publish" and release_prefix(version) in p.versions]
-    for target in (*targets, *(patch.target.rpartition(".")[0] for patch in free if patch.target.count(".") > 0)):
+    owners = [f"{p.module}:{'.'.join(p.path[:-1])}" for p in plan.patches_for(version) if p.kind == "publish"]
+    for target in (*targets, *owners):
         module, _, path = target.partition(":")
         head, _, attribute = path.partition(".")
         names = tree.setdefault(module, {})
@@ -100,9 +100,9 @@ def write_stand_in(root: Path, plan: HookPlan, version: str) -> tuple[str, ...]:
     for module, names in tree.items():
         stem = root.joinpath(*module.split("."))
         is_package = any(other.startswith(f"{module}.") for other in tree)
-        path = stem / "__init__.py" if is_package else stem.with_suffix(".py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_stub(names) + ("\nenvironment_variables = {}\n" if module == "vllm.envs" else ""))
+        file = stem / "__init__.py" if is_package else stem.with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(_stub(names) + ("\nenvironment_variables = {}\n" if module == "vllm.envs" else ""))
     metadata = root / f"vllm-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
@@ -218,6 +218,15 @@ class HookTableTests:
         for version in RELEASES:
             assert self._patches(version), f"nothing is patched on {version}"
 
+    def test_no_other_package_edits_the_same(self) -> None:
+        """Targets of the installed packages never overlap, so that any subset can be activated in any order."""
+        others = [other for package in PACKAGES if package != self.plan.package and (other := load_plan(package))]
+        for version in RELEASES:
+            for patch, other, theirs in ((p, o, t) for p in self._patches(version) for o in others for t in o.patches):
+                shorter = min(len(patch.path), len(theirs.path))
+                overlap = patch.module == theirs.module and patch.path[:shorter] == theirs.path[:shorter]
+                assert not overlap, f"{patch.target} here, {theirs.target} in {other.package}"
+
     def test_anchors_match_the_table(self) -> None:
         """Every target of every patch has an anchor for each release that it names, and no anchor is left over."""
         for version in RELEASES:
@@ -240,7 +249,7 @@ class HookTableTests:
         assert len({entry.feature for entry in refused}) == len(refused), refused
 
     def _patches(self, version: str) -> list[Patch]:
-        return [patch for patch in self.plan.patches if release_prefix(version) in patch.versions]
+        return list(self.plan.patches_for(version))
 
     def _published(self, version: str) -> list[str]:
         return [patch.target for patch in self._patches(version) if patch.kind == "publish"]
