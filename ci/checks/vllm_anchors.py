@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from bi_kernels.runtime import anchors
-from bi_kernels.runtime.packages import public_version
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,8 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.wheel is None and arguments.vllm is None:
         parser.error("name a release with --vllm or a file with --wheel")
     wheel = arguments.wheel or fetch(arguments.vllm, arguments.cache)
-    found = public_version(wheel.name.split("-")[1]) if wheel.name.count("-") >= 4 else wheel.name
-    if arguments.vllm is not None and found != arguments.vllm:
+    try:
+        found = anchors.WheelSource(wheel).version
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        parser.error(f"cannot read the wheel: {error}")
+    if found != (arguments.vllm or found):
         parser.error(f"{wheel.name}: expected vLLM {arguments.vllm}, got {found}")
     return anchors.main(["--wheel", str(wheel)])
 

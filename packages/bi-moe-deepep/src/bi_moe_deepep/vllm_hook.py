@@ -52,8 +52,8 @@ REFUSED_SETTINGS = (
     ),
     Refusal(
         "mega-MoE (moe_backend deep_gemm_mega_moe and other fused dispatch backends)",
-        "its gate changes kernels with the number of tokens, and capacity, quantiser and order of combination are out of "
-        "reach inside it",
+        "its gate changes kernels with the number of tokens, and its capacity, quantiser and order of combination are "
+        "out of reach",
         "bi-moe-deepep",
     ),
     Refusal(
