@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import zipfile
 
 import pytest
@@ -206,8 +207,6 @@ def test_the_installed_source_and_the_wheel_agree(world, tmp_path):
 
 
 def make_wheel(directory, version="0.26.0", changes=None):
-    import textwrap
-
     path = directory / f"vllm-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in {**VLLM, **(changes or {})}.items():

@@ -107,7 +107,8 @@ HOOK = """
     LEDGER = {"why": "w", "upstream": "u", "remove_when": "r"}
     REFUSED_SETTINGS = (Refusal("a feature", "a reason", "bi-fake"),)
     PLAN = HookPlan(package="bi-fake", import_name="bi_fake", patches=(
-        Patch(target="vllm.ops:top_k", replacement="bi_fake.impl:ours", relies_on=("vllm.provider:provided",), **LEDGER),
+        Patch(target="vllm.ops:top_k", replacement="bi_fake.impl:ours", **LEDGER,
+              relies_on=("vllm.provider:provided",)),
         Patch(target="vllm.ops:Model.forward", replacement="bi_fake.impl:ours", **LEDGER),
     ), requires_native=("bi_fake::op",), contracts=("bi_fake.contracts:GOOD",))
     """

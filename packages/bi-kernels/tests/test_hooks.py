@@ -305,7 +305,7 @@ def test_a_contract_that_does_not_hold_and_one_that_breaks(world):
             "bi_fake/contracts.py": """
                 from bi_kernels.runtime.probe import Contract, Finding
 
-                OLD = Contract(name="deep_gemm", expected="2.5", remedy="Upgrade it.", static=lambda: Finding(False, "1.0"))
+                OLD = Contract(name="deep_gemm", expected="2.5", remedy="Get it.", static=lambda: Finding(False, "1.0"))
                 BROKEN = Contract(name="deep_ep", expected="x", remedy="y", static=lambda: 1 / 0)
                 GOOD = Contract(name="flash_mla", expected="x", remedy="y", static=lambda: Finding(True, "fine"))
                 """
@@ -313,7 +313,7 @@ def test_a_contract_that_does_not_hold_and_one_that_breaks(world):
     )
     names = [f"bi_fake.contracts:{name}" for name in ("OLD", "BROKEN", "GOOD", "ABSENT")]
     found = blockers_of(world.plan(patch(TOP_K), contracts=tuple(names)))
-    assert found[0] == "deep_gemm: expected 2.5; found 1.0. Upgrade it."
+    assert found[0] == "deep_gemm: expected 2.5; found 1.0. Get it."
     assert "ZeroDivisionError" in found[1]
     assert "ABSENT" in found[2]
     assert len(found) == 3
@@ -558,7 +558,7 @@ def test_a_model_is_refused_while_a_plugin_is_inactive_or_overwritten(world, mon
 )
 def test_a_malformed_patch_is_refused_at_construction(bad):
     good = {"target": TOP_K, "replacement": "bi_fake.impl:ours", "why": "w", "upstream": "u", "remove_when": "r"}
-    with pytest.raises(ValueError, match="expected|must say"):
+    with pytest.raises(ValueError, match=r"expected|must say"):
         Patch(**{**good, **bad})
 
 

@@ -40,7 +40,8 @@ def test_importing_the_package_and_the_runtime_is_light():
 import sys, bi_kernels
 from bi_kernels.runtime import anchors, attest, doctor, errors, hooks, mode, native, probe, settings
 assert bi_kernels.is_enabled() is False
-assert not {"torch", "vllm", "rich", "numpy"} & set(sys.modules), sys.modules.keys() & {"torch", "vllm", "rich", "numpy"}
+heavy = {"torch", "vllm", "rich", "numpy"} & set(sys.modules)
+assert not heavy, heavy
 """
     environment = {"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": ""}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
