@@ -415,7 +415,7 @@ def patch_blockers(plan: HookPlan) -> list[Blocker]:
     version = public_version(distribution_version("vllm") or "")
     supported = " or ".join(f"{prefix}.x" for prefix in plan.vllm)
     blockers: list[Blocker] = []
-    patches = plan.patches
+    patches = plan.patches_for(plan.vllm[0])  # without a known vLLM, those of the first supported release
     if not version:
         blockers.append(Blocker("vllm", supported, "not installed", "Install vllm 0.26.0."))
     elif release_prefix(version) not in plan.vllm:
