@@ -611,3 +611,9 @@ def _prepare_oot(patch: Patch, original: Any, replacement: Any) -> Callable[[], 
 def _apply_error(patch: Patch, expected: str, found: str) -> HookError:
     blocker = Blocker(patch.target, expected, found, "Another plugin may have edited vLLM; remove it.")
     return HookError("a hook does not fit the module that vLLM imported", [blocker])
+
+
+if __name__ == "__main__":
+    from .ledger import main
+
+    sys.exit(main())
