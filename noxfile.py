@@ -1,4 +1,4 @@
-"""Every session of the repository. ``nox -l`` lists them; ``nox -t cpu`` is the test run, ``nox -s aligned_e2e`` the job.
+"""Every session of the repository. ``nox -t cpu`` is the test run, ``nox -s aligned_e2e`` the main job.
 
 Tags: ``cpu`` (what CI runs), ``gpu`` (needs a GPU host), ``release`` (needs large downloads or a clean tree).
 
@@ -71,22 +71,21 @@ def typecheck(session: nox.Session) -> None:
     session.run("mypy", "noxfile.py", "ci/checks")
 
 
-@nox.session(tags=["cpu"], venv_location=str(ROOT / ".nox" / "build"), reuse_venv=True, **venv)
+@nox.session(tags=["cpu"], **venv)
 @each_package
 def build(session: nox.Session, package: str) -> None:
     """Build one wheel into build/wheels: with CUDA kernels where nvcc is found, reference-only otherwise."""
+    source = ROOT / "packages" / package
+    has_kernels = any(source.glob("csrc/*.cu"))
     if not SYSTEM_TORCH:
-        install(session, "torch", "scikit-build-core", "cmake", "ninja")
+        install(session, "scikit-build-core", *(("torch", "cmake", "ninja") if has_kernels else ()))
+    if has_kernels and package != "bi-kernels":  # its CMake helper and headers
+        session.install("--no-deps", "--no-compile", wheel_of("bi-kernels"))
     WHEELS.mkdir(parents=True, exist_ok=True)
     for old in WHEELS.glob(f"{package.replace('-', '_')}-*.whl"):
         old.unlink()
-    needed = [] if package == "bi-kernels" else [wheel_of("bi-kernels")]
-    if needed:  # its CMake helper and headers
-        session.install("--no-deps", "--force-reinstall", "--no-compile", *needed)
-    source = str(ROOT / "packages" / package)
-    session.run(
-        "python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(WHEELS), source
-    )  # fmt: skip
+    options = ("-q", "--no-deps", "--no-build-isolation", "-w", str(WHEELS))
+    session.run("python", "-m", "pip", "wheel", *options, str(source))
 
 
 @nox.session(tags=["cpu"], requires=all_built, **venv)
@@ -126,7 +125,7 @@ def gpu(session: nox.Session, package: str) -> None:
 @nox.parametrize("vllm", VLLM_VERSIONS, ids=VLLM_VERSIONS)
 def anchors(session: nox.Session, vllm: str) -> None:
     """Anchors of all four hooks against a vLLM wheel, read statically; downloads the wheel unless --wheel is given."""
-    install(session, *(f"packages/{p}/src" for p in ()), "packaging", "rich")
+    install(session, "packaging", "rich")
     session.env["PYTHONPATH"] = os.pathsep.join(str(ROOT / "packages" / p / "src") for p in PACKAGES)
     session.run("python", "ci/checks/vllm_anchors.py", "--vllm", vllm, *session.posargs)
 
