@@ -1,6 +1,6 @@
 """Audit compiled libraries: what they need from the machine, and what GPU code they hold.
 
-    python ci/checks/abi.py <wheel or _C.so> ... [--archs sm_90a,sm_100f] [--max-glibc 2.39]
+    python ci/checks/abi.py <wheel, folder of wheels, or _C.so> ... [--archs 90a,100f] [--max-glibc 2.39]
 
 For every library: it uses libtorch through the stable C shim alone, and nothing newer than its declared torch
 target; it has no Python symbols; it holds cubins for exactly the architectures that its build_info.json names (or
@@ -136,11 +136,11 @@ def show(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-def shim_versions() -> dict[str, Version]:
-    """First torch version of every function that the installed torch's C shim headers declare."""
+def shim_versions() -> dict[str, Version] | None:
+    """First torch version of every function that the installed torch's C shim headers declare; None without torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("abi: torch is not installed here, and its headers say which symbols are stable. Install it.")
+        return None
     include = Path(spec.submodule_search_locations[0]) / "include" / "torch" / "csrc"
     versions: dict[str, Version] = {}
     for header in [include / "stable" / "c" / "shim.h", *sorted((include / "inductor" / "aoti_torch").rglob("*.h"))]:
@@ -158,18 +158,25 @@ def shim_versions() -> dict[str, Version]:
 
 
 def audit(
-    library: Library, info: dict[str, object], shims: dict[str, Version], archs: list[str], max_glibc: Version | None
+    library: Library,
+    info: dict[str, object],
+    shims: dict[str, Version] | None,
+    archs: list[str],
+    max_glibc: Version | None,
 ) -> tuple[list[str], Version]:
-    """Faults of one library, and the first torch version that has all of its symbols."""
+    """Faults of one library, and the first torch version that has all of its symbols.
+
+    Without the shim headers that version is taken to be the declared target, whose guards held when it was compiled.
+    """
     faults = []
     target = parse_version(str(info["torch_target"]))
-    first: Version = UNGUARDED
+    first: Version = UNGUARDED if shims else target
     for name in library.undefined:
         if PYTHON.match(name):
             faults.append(f"Python symbol {name}: the library must not know Python")
         elif UNSTABLE.match(name):
             faults.append(f"unstable libtorch symbol {name}: use the stable headers only")
-        elif SHIM_PREFIX.match(name):
+        elif shims and SHIM_PREFIX.match(name):
             if name not in shims:
                 faults.append(f"{name} is not declared by the stable shim headers of the installed torch")
             else:
@@ -183,7 +190,7 @@ def audit(
         f"needs {n}" for n in library.needed if n.startswith(("libpython", "libc10", "libtorch_cuda", "libcuda"))
     ]
     faults += [f"exports {n}" for n in library.exported if n.startswith("PyInit")]
-    want = sorted(f"{arch} cubin" for arch in archs)
+    want = sorted(f"sm_{arch} cubin" for arch in archs)
     if list(library.images) != want:
         faults.append(f"GPU code: expected {', '.join(want)}; found {', '.join(library.images) or 'none'}")
     if max_glibc and library.glibc > max_glibc:
@@ -215,14 +222,15 @@ def libraries(path: Path) -> Iterator[tuple[str, bytes, dict[str, object]]]:
 def main() -> int:
     """Audit the files named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", type=Path, help="wheels or libraries")
+    parser.add_argument("paths", nargs="+", type=Path, help="wheels, folders of wheels, or libraries")
     parser.add_argument("--archs", help="required architectures, comma-separated; default: those of build_info.json")
     parser.add_argument("--max-glibc", type=parse_version, help="highest GLIBC version that may be required")
     parser.add_argument("--require-library", action="store_true", help="a wheel without a library is a fault")
     args = parser.parse_args()
     shims = shim_versions()
+    note = "" if shims else " (as declared: no torch headers here to confirm it)"
     failed = False
-    for path in args.paths:
+    for path in [f for p in args.paths for f in (sorted(p.glob("*.whl")) if p.is_dir() else [p])]:
         count, faults = 0, []
         try:
             for label, data, info in libraries(path):
@@ -232,7 +240,7 @@ def main() -> int:
                 found, first = audit(library, info, shims, archs, args.max_glibc)
                 faults += [f"{label}: {fault}" for fault in found]
                 print(
-                    f"{label}: stable ABI, torch >= {show(first)}, GLIBC >= {show(library.glibc)}, "
+                    f"{label}: stable ABI, torch >= {show(first)}{note}, GLIBC >= {show(library.glibc)}, "
                     f"{', '.join(library.images)}"
                     if not found
                     else f"{label}: {len(found)} faults"

@@ -1,11 +1,11 @@
 """Check that every version is written once and agrees everywhere.
 
-    python ci/checks/versions.py [--wheels DIR]
+    python ci/checks/versions.py [WHEELS]
 
 For each package: ``_version.py`` equals the top heading of CHANGELOG.md; ranges on sibling packages admit the siblings'
-own versions; ``wheel.cmake = false`` stands in pyproject.toml exactly as long as csrc/ has no ``.cu`` file; and, with
-``--wheels``, the folder holds one wheel of that version, whose build_info.json says the same. Exit code 1 lists every
-fault.
+own versions, and vLLM and the libraries that it bundles are no dependencies; ``wheel.cmake = false`` stands in
+pyproject.toml exactly as long as csrc/ has no ``.cu`` file. A folder of wheels holds one wheel of that version,
+whose build_info.json says the same. Exit code 1 lists every fault.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
+# On PyPI the last three are abandoned uploads, not the libraries of those names; vLLM is found at run time.
+FORBIDDEN = {"vllm", "deep-gemm", "deep-ep", "flash-mla"}
 PACKAGES = Path(__file__).resolve().parents[2] / "packages"
 
 
@@ -53,6 +55,8 @@ def project_faults(package: Path, versions: dict[str, Version]) -> list[str]:
     faults = []
     for line in project["project"]["dependencies"]:
         requirement = Requirement(line)
+        if canonicalize_name(requirement.name) in FORBIDDEN:
+            faults.append(f"{package.name}: depends on {requirement.name}, which must be found at run time")
         sibling = versions.get(canonicalize_name(requirement.name))
         if sibling is not None and not requirement.specifier.contains(sibling):
             faults.append(f"{package.name}: needs {line}, but {requirement.name} here is {sibling}")
@@ -84,7 +88,7 @@ def wheel_faults(package: Path, version: Version, folder: Path) -> list[str]:
 def main() -> int:
     """Check the four packages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wheels", type=Path, help="folder with one wheel per package")
+    parser.add_argument("wheels", nargs="?", type=Path, help="folder with one wheel per package")
     args = parser.parse_args()
     packages = sorted(p.parent for p in PACKAGES.glob("*/pyproject.toml"))
     versions = {p.name: source_version(p) for p in packages}

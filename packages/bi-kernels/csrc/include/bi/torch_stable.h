@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include <cstdint>
 
@@ -54,7 +55,7 @@ inline void check_arch(int64_t arch, int32_t device) {
 
 inline cudaStream_t current_stream(int32_t device) {
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
     return static_cast<cudaStream_t>(stream);
 }
 
