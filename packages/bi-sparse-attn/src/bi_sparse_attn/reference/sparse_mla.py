@@ -12,6 +12,7 @@ __all__ = ["SparseMlaOutput", "sparse_mla_fwd"]
 
 _BLOCK = 64  # list entries that share one running maximum: part of the arithmetic
 _TOKEN_TILE = 128  # tokens worked on together: bounds memory, no part of the arithmetic
+_SHARING = 4  # entries per distinct row from which on it pays to multiply rows once for all tokens
 _F64_UNIT = 2.0**-53
 
 
@@ -115,7 +116,7 @@ class _Block:
         rows, column = torch.unique(torch.where(ok, indices, indices[ok][0]), return_inverse=True)
         self.rows = kv[rows]
         # 0 * inf is NaN: a row that is not finite must not meet the zero weights of tokens that do not list it.
-        self.shared = 4 * rows.shape[0] <= indices.numel() and bool(torch.isfinite(self.rows).all())
+        self.shared = _SHARING * rows.shape[0] <= indices.numel() and bool(torch.isfinite(self.rows).all())
         self.column = column.unsqueeze(1)
         if not self.shared:
             self.rows = self.rows[column]
