@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from bi_kernels.reference.numerics import fma
+from bi_kernels.reference.numerics import canonical_nan, fma, to_bf16
 from bi_kernels.runtime.errors import ArgumentError
 
 __all__ = ["combine_ordered"]
@@ -36,7 +34,6 @@ def combine_ordered(
         token = (slots[:, slot] >= 0).nonzero()[:, 0]
         row = rows[slots[token, slot].long()].float()
         acc[token] = fma(row, topk_weights[token, slot, None], acc[token])
-    acc = torch.where(torch.isnan(acc), math.nan, acc)
     if out is None:
         out = torch.empty(acc.shape, dtype=out_dtype, device=acc.device)
-    return out.copy_(acc)
+    return out.copy_(to_bf16(acc) if out.dtype == torch.bfloat16 else canonical_nan(acc))

@@ -7,10 +7,9 @@ summation, hence every BLAS, tile and thread count, gives the same bits, and a p
 
 from __future__ import annotations
 
-import math
-
 import torch
 
+from bi_kernels.reference.numerics import canonical_nan, to_bf16
 from bi_kernels.runtime.errors import ArgumentError
 from bi_kernels.scale_format import unpack_ue8m0
 
@@ -31,7 +30,7 @@ def fp8_gemm_nt(
     """Specification of :func:`bi_moe_deepep.fp8_gemm_nt`."""
     if out is None:
         out = torch.empty((q.shape[0], wq.shape[0]), dtype=out_dtype, device=q.device)
-    return out.copy_(_product(q, s, wq, ws))
+    return out.copy_(_product(q, s, wq, ws, out.dtype))
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -56,7 +55,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     for expert in experts:
         if expert >= 0:
             rows = (m_indices == expert).nonzero()[:, 0]
-            out[rows] = _product(q[rows], s[rows], wq[expert], ws[expert]).to(out.dtype)
+            out[rows] = _product(q[rows], s[rows], wq[expert], ws[expert], out.dtype)
     return out
 
 
@@ -78,12 +77,15 @@ def m_grouped_fp8_gemm_nt_masked(
         out = torch.zeros((*q.shape[:2], wq.shape[1]), dtype=out_dtype, device=q.device)
     for expert, count in enumerate(counts):
         if count:
-            out[expert, :count] = _product(q[expert, :count], s[expert, :count], wq[expert], ws[expert]).to(out.dtype)
+            rows = q[expert, :count], s[expert, :count]
+            out[expert, :count] = _product(*rows, wq[expert], ws[expert], out.dtype)
     return out
 
 
-def _product(q: torch.Tensor, s: torch.Tensor, wq: torch.Tensor, ws: torch.Tensor) -> torch.Tensor:
-    """``(M, N)`` float32: the one arithmetic of all three layouts."""
+def _product(
+    q: torch.Tensor, s: torch.Tensor, wq: torch.Tensor, ws: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``(M, N)``, bfloat16 or float32: the one arithmetic of all three layouts."""
     (m, k), n = q.shape, wq.shape[0]
     groups = k // _BLOCK
     q64, w64 = q.double(), wq.double()
@@ -96,5 +98,4 @@ def _product(q: torch.Tensor, s: torch.Tensor, wq: torch.Tensor, ws: torch.Tenso
         part = (q64[:, block] @ w64[:, block].mT).float()  # exact sum, rounded once
         scale = act_scale[:, group, None] * weight_scale[group]
         acc += part * scale
-    # A NaN code or scale reaches its own row only; one bit pattern for all of them.
-    return torch.where(torch.isnan(acc), math.nan, acc)
+    return to_bf16(acc) if dtype == torch.bfloat16 else canonical_nan(acc)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from bi_kernels.reference.numerics import exp, log1p
+from bi_kernels.reference.numerics import canonical_nan, exp, log1p
 from bi_kernels.runtime.errors import ArgumentError
 
 __all__ = ["select_experts"]
@@ -39,8 +37,7 @@ def select_experts(
         for slot in range(top_k):
             total = total + weights[:, slot, None]
         weights = weights / (total + 1e-20)
-    weights = weights * routed_scaling_factor
-    weights = torch.where(torch.isnan(weights), math.nan, weights)
+    weights = canonical_nan(weights * routed_scaling_factor)
     if out_weights is None:
         out_weights = torch.empty_like(weights)
     if out_ids is None:
