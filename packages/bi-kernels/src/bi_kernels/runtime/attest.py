@@ -89,7 +89,9 @@ class Attestation:
 
 
 def attest(*, required: Sequence[str] = ()) -> Attestation:
-    """Record what decides the bits in this process. Works without a GPU, and initialises none that is not in use.
+    """Record what decides the bits in this process.
+
+    Works without a GPU. With one it asks that GPU for its architecture, so call it in the worker that owns it.
 
     Args:
         required: Packages that must be installed and, where this process has imported vLLM, have active hooks.

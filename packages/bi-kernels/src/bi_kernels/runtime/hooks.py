@@ -29,6 +29,7 @@ from .packages import (
     module_file,
     public_version,
     release_prefix,
+    resolve,
 )
 from .settings import environment_blockers
 
@@ -41,6 +42,7 @@ __all__ = [
     "active_records",
     "deactivate",
     "overwritten",
+    "patch_blockers",
     "require_all_packages",
     "verify",
     "verify_model_hooks",
@@ -399,9 +401,20 @@ def verify_model_hooks() -> None:
 
 def verify(plan: HookPlan) -> list[Blocker]:
     """Everything that stands against ``plan``, found without importing vLLM; empty if it can be activated."""
-    blockers = environment_blockers()
+    for import_name in dict.fromkeys(("bi_kernels", plan.import_name)):
+        if module_file(f"{import_name}._native") is not None:
+            importlib.import_module(f"{import_name}._native")  # declares the package's library
+    blockers = environment_blockers() + patch_blockers(plan) + op_blockers(plan.requires_native)
+    for contract in plan.contracts:
+        blockers += _contract_blockers(plan, contract)
+    return blockers
+
+
+def patch_blockers(plan: HookPlan) -> list[Blocker]:
+    """What stands against the edits themselves: vLLM's version, anchors, other plans, and replacements."""
     version = public_version(distribution_version("vllm") or "")
     supported = " or ".join(f"{prefix}.x" for prefix in plan.vllm)
+    blockers: list[Blocker] = []
     patches = plan.patches
     if not version:
         blockers.append(Blocker("vllm", supported, "not installed", "Install vllm 0.26.0."))
@@ -414,7 +427,9 @@ def verify(plan: HookPlan) -> list[Blocker]:
         blockers += _anchor_blockers(plan, version)
     for patch in patches:
         blockers += _collision_blockers(plan, patch)
-        if not patch.ready:
+        if patch.ready:
+            blockers += _replacement_blockers(plan, patch)
+        else:
             blockers.append(
                 Blocker(
                     f"{plan.package}: {patch.target}",
@@ -423,13 +438,6 @@ def verify(plan: HookPlan) -> list[Blocker]:
                     "Upgrade the package once it has it, or unset VLLM_BATCH_INVARIANT.",
                 )
             )
-        blockers += _replacement_blockers(plan, patch)
-    for import_name in dict.fromkeys(("bi_kernels", plan.import_name)):
-        if module_file(f"{import_name}._native") is not None:
-            importlib.import_module(f"{import_name}._native")  # declares the package's library
-    blockers += op_blockers(plan.requires_native)
-    for contract in plan.contracts:
-        blockers += _contract_blockers(plan, contract)
     return blockers
 
 
@@ -505,23 +513,16 @@ def _replacement_blockers(plan: HookPlan, patch: Patch) -> list[Blocker]:
         found = f"no {name} in {path}"
     else:
         return []
-    if not patch.ready:
-        return []  # reported as not ready already
     remedy = f"Reinstall {plan.package}."
     return [Blocker(f"{plan.package}: {patch.target}", f"its replacement {patch.replacement}", found, remedy)]
 
 
 def _contract_blockers(plan: HookPlan, contract: str) -> list[Blocker]:
     try:
-        return list(_resolve(contract).static_blockers())
+        return list(resolve(contract).static_blockers())
     except Exception as error:  # a probe that breaks has not shown what it must show
         reason = f"{type(error).__name__}: {error}"
         return [Blocker(f"{plan.package}: {contract}", "a probe that runs", reason, f"Reinstall {plan.package}.")]
-
-
-def _resolve(reference: str) -> Any:
-    module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _prepare(patch: Patch, module: ModuleType) -> Callable[[], _Edit]:
@@ -540,7 +541,7 @@ def _prepare(patch: Patch, module: ModuleType) -> Callable[[], _Edit]:
     if name not in vars(owner):
         raise _apply_error(patch, f"{name} in {owner!r}", "no such attribute of its own")
     original = vars(owner)[name]
-    replacement = _resolve(patch.replacement)
+    replacement = resolve(patch.replacement)
     if patch.factory:
         replacement = replacement(original)
     if patch.kind == "attribute":
@@ -560,7 +561,7 @@ def _setter(patch: Patch, owner: Any, name: str, value: Any, original: Any) -> C
 
 def _prepare_publish(patch: Patch, owner: Any) -> Callable[[], _Edit]:
     name = patch.path[-1]
-    value = _resolve(patch.replacement)
+    value = resolve(patch.replacement)
     if name in vars(owner):
         raise _apply_error(patch, "a name that is free", repr(vars(owner)[name]))
 
@@ -577,7 +578,7 @@ def _prepare_publish(patch: Patch, owner: Any) -> Callable[[], _Edit]:
 
 def _prepare_env(patch: Patch, module: ModuleType) -> Callable[[], _Edit]:
     name = patch.path[-1]
-    getter = _resolve(patch.replacement)
+    getter = resolve(patch.replacement)
     variables: dict[str, Any] = module.environment_variables
     if name in variables:
         raise _apply_error(patch, "a variable that vLLM does not know", "one that it defines")

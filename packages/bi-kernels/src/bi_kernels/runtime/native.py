@@ -297,11 +297,11 @@ def _import_ops(import_name: str) -> None:
 
 
 def _has_cuda_kernel(op: str) -> bool:
-    from .library import has_cuda_kernel
-
     try:
+        from .library import has_cuda_kernel
+
         return has_cuda_kernel(op)
-    except RuntimeError:  # the dispatcher's answer for an op that nobody has declared
+    except (ImportError, RuntimeError):  # no torch; or the dispatcher's answer for an op that nobody has declared
         return False
 
 

@@ -134,6 +134,7 @@ class SelfTest:
         op: The op: takes row tensors (rows first), returns a tensor or several with as many rows.
         control: A twin of ``op`` that is batch-dependent on purpose. Mandatory.
         rows: ``rows(n, device)`` makes the row tensors of ``n`` rows. Always the same ones for the same ``n``.
+        build: Returns the identity of the library's build, e.g. its sha256 or version.
         shape_key: Names what the kernel choice depends on besides the batch, e.g. ``"N=4096,K=7168"``.
         remedy: What to do if the op turns out batch-dependent.
         batch_sizes: Batch sizes; put in both sides of every threshold of the library.
@@ -145,6 +146,7 @@ class SelfTest:
     op: Op
     control: Op
     rows: Callable[[int, torch.device], tuple[torch.Tensor, ...]]
+    build: Callable[[], str]
     shape_key: str
     remedy: str
     batch_sizes: tuple[int, ...] = (1, 2, 3, 16, 17, 33, 64, 65, 129, 257)
@@ -219,18 +221,17 @@ def clear_cache() -> None:
         _REPORTS.clear()
 
 
-def run_self_test(test: SelfTest, *, device: torch.device, build: str) -> SelfTestReport:
+def run_self_test(test: SelfTest, *, device: torch.device) -> SelfTestReport:
     """Run ``test``, or return what it found earlier on the same device, build and shape.
 
     Args:
         test: The test.
         device: Where to run it.
-        build: Identity of the library's build, e.g. its sha256 or version.
 
     Raises:
         ContractError: The negative control was not noticed, so the test cannot tell.
     """
-    key = (test.name, test.shape_key, _device_name(device), build)
+    key = (test.name, test.shape_key, _device_name(device), test.build())
     with _LOCK:
         if key not in _REPORTS:
             difference, _ = _first_difference(test, test.control, device)

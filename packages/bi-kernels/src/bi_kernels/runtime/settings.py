@@ -5,6 +5,7 @@ Static: read from the environment alone, in processes that must not initialise C
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 
 from .errors import Blocker
 from .mode import PARTIAL, SWITCH
-from .packages import PACKAGES, distribution_version, installed_version, public_version, release_prefix
+from .packages import PACKAGES, distribution_version, installed_version, module_file, public_version, release_prefix
 
-__all__ = ["REFUSED", "SETTINGS", "Refusal", "environment_blockers", "setting_blocker"]
+__all__ = ["SETTINGS", "Refusal", "environment_blockers", "refusals", "setting_blocker"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,33 +25,22 @@ class Refusal:
     Attributes:
         feature: What is refused.
         reason: Why.
+        owner: Distribution name of the package that refuses it, in ``REFUSED_SETTINGS`` of its ``vllm_hook``.
     """
 
     feature: str
     reason: str
+    owner: str
 
 
-REFUSED = (
-    Refusal("tensor parallel size > 1", "its all-reduce adds bf16-rounded parts of one row; use DP = EP with TP 1"),
-    Refusal("pipeline parallel size > 1", "not tested for equal bits; use DP = EP with PP 1"),
-    Refusal(
-        "all-to-all backends other than DeepEP low latency and BI_EP_TRANSPORT=nccl",
-        "vLLM's all-gather/reduce-scatter rounds per-rank partial sums to bf16; the others are not tested",
-    ),
-    Refusal("MTP and DSpark speculation", "draft rows take score, top-k and attention paths of their own"),
-    Refusal("LoRA", "its kernels are neither specified nor tested here"),
-    Refusal("EPLB", "it moves experts to other dispatch slots while requests run"),
-    Refusal("DBO (micro-batching)", "it cuts the batch by its size; not tested with staged dispatch"),
-    Refusal("DCP and PCP", "they split one row's attention over ranks and merge the parts"),
-    Refusal("FP4 indexer cache", "its scores have other bits than those of the FP8 cache; not tested"),
-    Refusal("mega-MoE", "its gate changes kernel with the number of tokens, and it bypasses the fixed capacity"),
-    Refusal("FP4 experts on Hopper", "DeepGEMM has no FP4 kernel there"),
-    Refusal("FlashInfer DSv4 attention", "it is not the attention that these hooks make invariant"),
-    Refusal("SM120", "no arithmetic is specified for it"),
-    Refusal("float32 head", "its logits go through a cuBLAS call that chooses its kernel from the number of rows"),
-    Refusal("disable_hybrid_kv_cache_manager", "the cache pages that the gather reads come from the hybrid manager"),
-)
-"""Refused for now. What depends on the model's configuration is refused when the model is built."""
+def refusals() -> tuple[Refusal, ...]:
+    """``REFUSED_SETTINGS`` of every installed package, judged when a model is built because they depend on it."""
+    return tuple(
+        refusal
+        for import_name in PACKAGES.values()
+        if module_file(f"{import_name}.vllm_hook") is not None
+        for refusal in importlib.import_module(f"{import_name}.vllm_hook").REFUSED_SETTINGS
+    )
 
 
 def environment_blockers() -> list[Blocker]:
