@@ -109,7 +109,8 @@ def _in_blocks(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Te
     def blocked(x: torch.Tensor) -> torch.Tensor:
         if x.numel() <= _BLOCK:
             return fn(x)
-        return torch.cat([fn(piece) for piece in x.reshape(-1).split(_BLOCK)]).view(x.shape)
+        flat = x.reshape(-1)
+        return torch.cat([fn(flat[i : i + _BLOCK]) for i in range(0, len(flat), _BLOCK)]).view(x.shape)
 
     return blocked
 
