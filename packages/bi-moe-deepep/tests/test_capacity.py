@@ -48,5 +48,5 @@ def test_bad_input(change: dict[str, int], name: str) -> None:
 
 
 def test_no_such_rank() -> None:
-    with pytest.raises(ArgumentError, match="^rank: "):
+    with pytest.raises(ArgumentError, match=r"^rank: "):
         ExpertCapacity.from_model(num_experts=8, top_k=2, max_tokens_per_rank=64, world_size=2).first_expert(2)

@@ -67,7 +67,9 @@ def test_b54_order_of_slots_shows_before_the_cast() -> None:
     other = torch.tensor([3, 0, 5, 1, 4, 2])
 
     def combined(order: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return combine_ordered(expert_out, slots[:, order].contiguous(), weights[:, order].contiguous(), out_dtype=dtype)
+        return combine_ordered(
+            expert_out, slots[:, order].contiguous(), weights[:, order].contiguous(), out_dtype=dtype
+        )
 
     in_order = torch.arange(6)
     difference = first_difference(combined(other, torch.float32), combined(in_order, torch.float32))
@@ -85,7 +87,9 @@ def test_skipped_slots() -> None:
     weights[1, 1:3] = torch.nan  # not looked at
     out = combine_ordered(expert_out, slots, weights, out_dtype=torch.float32)
     assert_bitwise_equal(out[0], torch.zeros(8), "a token without slots")
-    kept = combine_ordered(expert_out, slots[:, ::3].contiguous(), weights[:, ::3].contiguous(), out_dtype=torch.float32)
+    kept = combine_ordered(
+        expert_out, slots[:, ::3].contiguous(), weights[:, ::3].contiguous(), out_dtype=torch.float32
+    )
     assert_bitwise_equal(out[1], kept[1])
 
 
@@ -133,9 +137,9 @@ def test_bad_arguments() -> None:
     }.items():
         with pytest.raises(ArgumentError, match=f"^{name}: expected .* got "):
             combine_ordered(*arguments)
-    with pytest.raises(ArgumentError, match="^topk_weights: "):
+    with pytest.raises(ArgumentError, match=r"^topk_weights: "):
         combine_ordered(expert_out, slots, weights[:, :2])
-    with pytest.raises(ArgumentError, match="^out: "):
+    with pytest.raises(ArgumentError, match=r"^out: "):
         combine_ordered(expert_out, slots, weights, out=torch.empty(2, 9, dtype=torch.bfloat16))
-    with pytest.raises(ArgumentError, match="^out_dtype: "):
+    with pytest.raises(ArgumentError, match=r"^out_dtype: "):
         combine_ordered(expert_out, slots, weights, out_dtype=torch.float16)

@@ -6,7 +6,7 @@ from bi_kernels.testing import QUICK_BATCH_SIZES, assert_batch_invariant, must_d
 from bi_moe_deepep import combine_ordered
 
 GENERATOR = torch.Generator().manual_seed(0)
-EXPERT_OUT = torch.randn(8, 16, 64, generator=GENERATOR).bfloat16()
+EXPERT_OUT = torch.randn(8, 16, 48, generator=GENERATOR).bfloat16()
 SLOTS = torch.stack([torch.randperm(128, generator=GENERATOR)[:6] for _ in range(5)]).int()
 SLOTS[3, 2] = -1
 WEIGHTS = torch.rand(5, 6, generator=GENERATOR)

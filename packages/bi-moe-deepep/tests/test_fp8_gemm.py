@@ -197,27 +197,27 @@ def test_bad_input_writes_nothing(change: dict[str, object], name: str) -> None:
 def test_bad_output_and_row_maps() -> None:
     wq, ws = WQ.expand(2, 128, 256), WS.expand(2, 1, 2)
     for out in (torch.empty(4, 127), torch.empty(4, 128, dtype=torch.float16), torch.empty(4, 128, device="meta")):
-        with pytest.raises(ArgumentError, match="^out: "):
+        with pytest.raises(ArgumentError, match=r"^out: "):
             fp8_gemm_nt(Q, S, WQ, WS, out=out)
-    with pytest.raises(ArgumentError, match="^out_dtype: "):
+    with pytest.raises(ArgumentError, match=r"^out_dtype: "):
         fp8_gemm_nt(Q, S, WQ, WS, out_dtype=torch.float16)
 
     out = torch.full((4, 128), 7.0)
     for bad in ([0, 0, 0, 2], [-2, 0, 0, 0]):
-        with pytest.raises(ArgumentError, match="^m_indices: "):
+        with pytest.raises(ArgumentError, match=r"^m_indices: "):
             m_grouped_fp8_gemm_nt_contiguous(Q, S, wq, ws, torch.tensor(bad, dtype=torch.int32), out=out)
     for indices in (torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)):
-        with pytest.raises(ArgumentError, match="^m_indices: "):
+        with pytest.raises(ArgumentError, match=r"^m_indices: "):
             m_grouped_fp8_gemm_nt_contiguous(Q, S, wq, ws, indices, out=out)
     assert_bitwise_equal(out, torch.full((4, 128), 7.0))
 
     out = torch.full((2, 2, 128), 7.0)
     for counts in ([0, 3], [-1, 2]):
-        with pytest.raises(ArgumentError, match="^masked_m: "):
+        with pytest.raises(ArgumentError, match=r"^masked_m: "):
             m_grouped_fp8_gemm_nt_masked(
                 Q.view(2, 2, 256), S.view(2, 2, 2), wq, ws, torch.tensor(counts, dtype=torch.int32), out=out
             )
-    with pytest.raises(ArgumentError, match="^q: "):
+    with pytest.raises(ArgumentError, match=r"^q: "):
         m_grouped_fp8_gemm_nt_masked(
             Q.view(1, 4, 256), S.view(1, 4, 2), wq, ws, torch.zeros(2, dtype=torch.int32), out=out
         )

@@ -7,7 +7,7 @@ from bi_kernels.testing import QUICK_BATCH_SIZES, assert_batch_invariant, must_d
 from bi_moe_deepep import fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
 
 GENERATOR = torch.Generator().manual_seed(0)
-K, N, NUM_EXPERTS = 512, 64, 3
+K, N, NUM_EXPERTS = 512, 32, 3
 FORMAT = ScaleFormat.FLOAT32_CEIL_UE8M0
 Q, S = per_token_group_quant_fp8(torch.randn(5, K, generator=GENERATOR).bfloat16(), scale_format=FORMAT)
 WEIGHTS = [per_block_quant_fp8(torch.randn(N, K, generator=GENERATOR), scale_format=FORMAT) for _ in range(NUM_EXPERTS)]
@@ -43,7 +43,7 @@ def split_k_by_m(q: torch.Tensor, s: torch.Tensor, *_: torch.Tensor) -> torch.Te
 
 
 def test_dense_rows_do_not_depend_on_the_batch() -> None:
-    assert_batch_invariant(dense, (Q, S), batch_sizes=(*QUICK_BATCH_SIZES, 257, 513))
+    assert_batch_invariant(dense, (Q, S), batch_sizes=(*QUICK_BATCH_SIZES, 257))
 
 
 def test_contiguous_rows_do_not_depend_on_the_batch() -> None:

@@ -9,9 +9,6 @@ from bi_kernels import ArgumentError, CapacityError
 from bi_kernels.testing import assert_bitwise_equal
 from bi_moe_deepep import StagedTokens, stage_tokens
 
-settings.register_profile("bi", derandomize=True, deadline=None, max_examples=60)
-settings.load_profile("bi")
-
 
 def tokens(count: int, hidden: int = 8) -> torch.Tensor:
     return torch.randn(count, hidden, generator=torch.Generator().manual_seed(count)).bfloat16()
@@ -46,6 +43,7 @@ def routings(draw: st.DrawFn) -> tuple[int, list[list[int]], int, int]:
     return num_experts, ids, first, draw(st.integers(1, num_experts - first))
 
 
+@settings(max_examples=60)
 @given(routings())
 def test_is_a_loop_over_tokens(routing: tuple[int, list[list[int]], int, int]) -> None:
     num_experts, ids, first, count = routing
@@ -131,12 +129,12 @@ def test_bad_arguments() -> None:
     }.items():
         with pytest.raises(ArgumentError, match=f"^{name}: "):
             stage_tokens(*arguments, num_experts=4, capacity=2)
-    with pytest.raises(ArgumentError, match="^topk_ids: "):
+    with pytest.raises(ArgumentError, match=r"^topk_ids: "):
         stage_tokens(x, ids[:1], num_experts=4, capacity=2)
-    with pytest.raises(ArgumentError, match="^capacity: "):
+    with pytest.raises(ArgumentError, match=r"^capacity: "):
         stage_tokens(x, ids, num_experts=4, capacity=0)
     for first, count in ((-1, 2), (4, None), (2, 3), (0, 0)):
-        with pytest.raises(ArgumentError, match="^first_expert: "):
+        with pytest.raises(ArgumentError, match=r"^first_expert: "):
             stage_tokens(x, ids, num_experts=4, capacity=2, first_expert=first, num_local_experts=count)
     good = poisoned(4, 2, 2, 1)
     for name, out in {

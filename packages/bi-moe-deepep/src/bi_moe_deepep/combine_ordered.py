@@ -47,9 +47,7 @@ def combine_ordered(
     """
     check_tensor("expert_out", expert_out, dtype=torch.bfloat16, shape=("num_local_experts", "capacity", "hidden"))
     check_tensor("slots", slots, dtype=torch.int32, shape=("num_tokens", "top_k"), device=expert_out.device)
-    check_tensor(
-        "topk_weights", topk_weights, dtype=torch.float32, shape=tuple(slots.shape), device=expert_out.device
-    )
+    check_tensor("topk_weights", topk_weights, dtype=torch.float32, shape=tuple(slots.shape), device=expert_out.device)
     shape = (slots.shape[0], expert_out.shape[2])
     if out is None:
         check_value("out_dtype", out_dtype in _OUT_DTYPES, "bfloat16 or float32", out_dtype, "Convert afterwards.")

@@ -112,7 +112,7 @@ def _dynamic() -> Finding:
 DEEP_GEMM = register_contract(
     Contract(
         name="deep_gemm",
-        expected="FP8 products (dense, contiguous, masked) whose row bits do not depend on the batch, proven on this GPU",
+        expected="FP8 products (dense, contiguous, masked) whose rows do not depend on the batch, proven on this GPU",
         remedy="Install a DeepGEMM (vLLM's wheel brings one) and a bi-moe-deepep that can prove it, or unset "
         "VLLM_BATCH_INVARIANT.",
         static=_static,

@@ -6,8 +6,10 @@ never makes. Nothing that a token's result depends on is a function of the live 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -60,7 +62,7 @@ class SlicePlan:
                 "Plan the slices from the largest padded batch of any rank."
             )
         edges = [min(index * self.capacity, num_tokens) for index in range(self.num_slices + 1)]
-        return list(zip(edges, edges[1:], strict=False))
+        return list(itertools.pairwise(edges))
 
 
 def plan_slices(bucket_tokens: int, *, capacity: int) -> SlicePlan:
@@ -143,9 +145,9 @@ class Transport(Protocol):
 class InProcessTransport:
     """Simulated ranks in one process: :meth:`run` gives every rank a thread and its own :class:`Transport`.
 
-    Only one rank computes at a time; the turn passes where a rank waits for the others. So the threads neither compete
-    for cores nor have an order that could show in a result, and nobody can wait for ever: when all that are left wait,
-    a rank has ended early, and that is an error.
+    Rank 0 has the caller's thread; the others keep theirs for the next run. Only one rank computes at a time; the turn
+    passes where a rank waits for the others. So the threads neither compete for cores nor have an order that could show
+    in a result, and nobody can wait for ever: when all that are left wait, a rank has ended early, and that is an error.
 
     Args:
         world_size: Number of ranks.
@@ -155,6 +157,7 @@ class InProcessTransport:
         check_value("world_size", world_size >= 1, "a positive number", world_size, "Pass the number of ranks.")
         self.world_size = world_size
         self._turn = threading.Condition()
+        self._threads = ThreadPoolExecutor(max(1, world_size - 1), thread_name_prefix="rank")
         self._reset()
 
     def run(self, program: Callable[[Transport], R]) -> list[R]:
@@ -183,11 +186,9 @@ class InProcessTransport:
                     self._left.add(rank)
                     self._turn.notify_all()
 
-        threads = [threading.Thread(target=work, args=(rank,), name=f"rank-{rank}") for rank in range(self.world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        others = [self._threads.submit(work, rank) for rank in range(1, self.world_size)]
+        work(0)
+        wait(others)
         if errors:
             # A rank that fails leaves the others waiting: their TransportError is a consequence, not the cause.
             raise min(errors.items(), key=lambda item: (isinstance(item[1], TransportError), item[0]))[1]
@@ -198,6 +199,7 @@ class InProcessTransport:
         self._gathered: list[Any] = []
         self._round = 0
         self._left: set[int] = set()
+        self._early: list[int] = []
 
     def _all_gather(self, rank: int, value: Any) -> list[Any]:
         """Every rank's ``value``, by rank."""
@@ -213,10 +215,12 @@ class InProcessTransport:
             else:
                 self._turn.wait_for(lambda: self._round != this_round or bool(self._left))
             if self._round == this_round:
+                # Ranks that stop because of this one have ended too by then, but they are not to blame.
+                self._early = self._early or sorted(self._left)
                 raise TransportError(
                     f"collective: expected all {self.world_size} ranks, but rank "
-                    f"{', '.join(map(str, sorted(self._left)))} has ended. Every rank must make the same calls in the "
-                    "same order, with no tokens too."
+                    f"{', '.join(map(str, self._early))} has ended. Every rank must make the same calls in the same "
+                    "order, with no tokens too."
                 )
             return self._gathered
 
@@ -343,9 +347,7 @@ class StagedDispatcher:
         check_tensor("x", x, dtype=torch.bfloat16, shape=("num_tokens", "hidden"))
         shape = (x.shape[0], "top_k")
         check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=shape, device=x.device)
-        check_tensor(
-            "topk_weights", topk_weights, dtype=torch.float32, shape=tuple(topk_ids.shape), device=x.device
-        )
+        check_tensor("topk_weights", topk_weights, dtype=torch.float32, shape=tuple(topk_ids.shape), device=x.device)
         if self._verify and topk_ids.numel():
             low, high = int(topk_ids.min()), int(topk_ids.max())
             check_value(

@@ -172,9 +172,7 @@ def _check_operands(
     check_tensor("s", s, shape=(*q.shape[:-1], width))
 
 
-def _output(
-    out: torch.Tensor | None, shape: tuple[int, ...], out_dtype: torch.dtype, q: torch.Tensor
-) -> torch.Tensor:
+def _output(out: torch.Tensor | None, shape: tuple[int, ...], out_dtype: torch.dtype, q: torch.Tensor) -> torch.Tensor:
     if out is not None:
         check_tensor("out", out, dtype=_OUT_DTYPES, shape=shape, device=q.device)
         return out

@@ -52,15 +52,13 @@ def stage_tokens(
         bits of a row are those of its token.
     """
     check_tensor("x", x, dtype=torch.bfloat16, shape=("num_tokens", "hidden"))
-    check_tensor(
-        "topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(x.shape[0], "top_k"), device=x.device
-    )
+    check_tensor("topk_ids", topk_ids, dtype=(torch.int32, torch.int64), shape=(x.shape[0], "top_k"), device=x.device)
     check_value("capacity", capacity >= 1, "a positive number", capacity, "Use ExpertCapacity.rows_per_expert.")
     if num_local_experts is None:
         num_local_experts = num_experts - first_expert
     check_value(
         "first_expert",
-        0 <= first_expert and num_local_experts >= 1 and first_expert + num_local_experts <= num_experts,
+        first_expert >= 0 and num_local_experts >= 1 and first_expert + num_local_experts <= num_experts,
         f"a range of experts within 0..{num_experts - 1}",
         f"{num_local_experts} from {first_expert} on",
         "Use ExpertCapacity.first_expert and num_local_experts.",

@@ -16,6 +16,7 @@ from bi_kernels.scale_format import unpack_ue8m0
 __all__ = ["fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"]
 
 _BLOCK = 128
+_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  # of every code
 
 
 def fp8_gemm_nt(
@@ -44,7 +45,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Specification of :func:`bi_moe_deepep.m_grouped_fp8_gemm_nt_contiguous`."""
-    experts = m_indices.unique().tolist()
+    experts = sorted(set(m_indices.tolist()))
     if experts and not (experts[0] >= -1 and experts[-1] < wq.shape[0]):
         raise ArgumentError(
             "m_indices", f"-1 or an expert below {wq.shape[0]}", f"{experts[0]}..{experts[-1]}", "Fix the row map."
@@ -82,13 +83,11 @@ def m_grouped_fp8_gemm_nt_masked(
     return out
 
 
-def _product(
-    q: torch.Tensor, s: torch.Tensor, wq: torch.Tensor, ws: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def _product(q: torch.Tensor, s: torch.Tensor, wq: torch.Tensor, ws: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``(M, N)``, bfloat16 or float32: the one arithmetic of all three layouts."""
     (m, k), n = q.shape, wq.shape[0]
     groups = k // _BLOCK
-    q64, w64 = q.double(), wq.double()
+    q64, w64 = _decode(q), _decode(wq)
     act_scale = unpack_ue8m0(s, groups) if s.dtype == torch.int32 else s
     # One scale per output column and K block, [G, N].
     weight_scale = ws.mT.repeat_interleave(_BLOCK, dim=1)[:, :n]
@@ -99,3 +98,9 @@ def _product(
         scale = act_scale[:, group, None] * weight_scale[group]
         acc += part * scale
     return to_bf16(acc) if dtype == torch.bfloat16 else canonical_nan(acc)
+
+
+def _decode(codes: torch.Tensor) -> torch.Tensor:
+    """``codes.double()``, which takes five times as long as looking the values up."""
+    index = codes.view(torch.uint8).reshape(-1).int()
+    return _VALUES.to(codes.device).index_select(0, index).view(codes.shape)
