@@ -146,8 +146,9 @@ class InProcessTransport:
     """Simulated ranks in one process: :meth:`run` gives every rank a thread and its own :class:`Transport`.
 
     Rank 0 has the caller's thread; the others keep theirs for the next run. Only one rank computes at a time; the turn
-    passes where a rank waits for the others. So the threads neither compete for cores nor have an order that could show
-    in a result, and nobody can wait for ever: when all that are left wait, a rank has ended early, and that is an error.
+    passes where a rank waits for the others. So the threads neither compete for cores nor have an order that could
+    show in a result, and nobody can wait for ever: when all that are left wait, a rank has ended early, and that is an
+    error.
 
     Args:
         world_size: Number of ranks.
