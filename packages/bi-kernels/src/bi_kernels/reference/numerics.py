@@ -13,7 +13,19 @@ import struct
 
 import torch
 
-__all__ = ["exp", "exp_f64", "fma", "log", "log1p", "mm_rn", "sigmoid", "tree_sum"]
+__all__ = [
+    "canonical_nan",
+    "exp",
+    "exp_f64",
+    "fma",
+    "log",
+    "log1p",
+    "mm_rn",
+    "sigmoid",
+    "to_bf16",
+    "to_e4m3",
+    "tree_sum",
+]
 
 _F64_UNIT = 2.0**-53  # unit roundoff of float64
 
@@ -21,6 +33,29 @@ _F64_UNIT = 2.0**-53  # unit roundoff of float64
 _LN2_HI = 0.693359375
 _LN2_LO = -2.1219444005469058e-4  # not log(2) - _LN2_HI, whose last bits are the rounding of log(2)
 _LOG2E = 1.0 / math.log(2.0)
+
+
+def canonical_nan(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with every NaN replaced by the positive quiet NaN without payload: float32 0x7fc00000, bfloat16 0x7fc0.
+
+    Which NaN an operation passes on differs between processors, and in torch even between casts.
+    """
+    return torch.where(torch.isnan(x), torch.full((), math.nan, dtype=x.dtype, device=x.device), x)
+
+
+def to_bf16(x: torch.Tensor) -> torch.Tensor:
+    """Round float32 to bfloat16, to nearest even; any shape. NaN is 0x7fc0 (torch's cast on the CPU gives 0xffff)."""
+    return canonical_nan(x.bfloat16())
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Clamp float32 to +-448 and round to float8_e4m3fn, to nearest even; any shape. NaN is 0x7f.
+
+    The clamp is not left to torch's cast: above 464 it gives NaN in older releases and 448 in newer ones. Nor is the
+    NaN, whose sign the cast keeps.
+    """
+    codes = x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(torch.isnan(x), 0x7F, codes).view(torch.float8_e4m3fn)
 
 
 def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
