@@ -122,7 +122,9 @@ def require_servable(model: nn.Module) -> None:
             "the model must not be served: expected no reload in progress, got an open one. Finish it first."
         )
     if state.broken:
-        raise ReloadError(f"the model must not be served: {state.broken}. Run a whole reload to the end first.")
+        raise ReloadError(
+            f"the model must not be served: {state.broken.rstrip('.')}. Run a whole reload to the end first."
+        )
 
 
 class LayerwiseReload:
@@ -136,6 +138,8 @@ class LayerwiseReload:
         manifest: The whole update: name of a parameter or persistent buffer to :class:`TensorSpec` or
             ``(dtype, shape)``. It must name every parameter and persistent buffer once.
         keep: Names that this update leaves as they are, on purpose.
+        ledger: Addresses recorded when graphs were captured: ``begin`` and ``finish`` hold the model to them. None
+            records at ``begin``, which finds what this reload moves, but not what moved before it.
     """
 
     def __init__(
@@ -144,6 +148,7 @@ class LayerwiseReload:
         manifest: Mapping[str, TensorSpec | tuple[torch.dtype, tuple[int, ...]]],
         *,
         keep: Iterable[str] = (),
+        ledger: AddressLedger | None = None,
     ) -> None:
         self._model = model
         self._manifest = {
@@ -152,6 +157,7 @@ class LayerwiseReload:
         }
         self._keep = frozenset(keep)
         self._loaded: set[str] = set()
+        self._captured = ledger
         self._ledger = AddressLedger()
 
     def begin(self) -> None:
@@ -160,7 +166,8 @@ class LayerwiseReload:
         Raises:
             ReloadError: This or another reload of the model is open, or manifest and model do not fit: unknown names,
                 weights that neither manifest nor ``keep`` names, another dtype, shape or layout, destinations without
-                elements or on the meta device. All of it in one list; the model can still be served.
+                elements or on the meta device, tensors that are not where the ledger has them. All of it in one list;
+                nothing was changed.
         """
         state = _STATES.setdefault(self._model, _State())
         if state.open_owner() is not None:
@@ -168,8 +175,10 @@ class LayerwiseReload:
                 "begin: expected no open reload of this model, got one that was neither finished nor aborted. "
                 "Begin once per update, not once per bucket; abort() the old one to start over."
             )
-        _raise_all("the manifest does not fit the model", self._manifest_problems())
-        self._ledger.record(self._model)
+        ledger = self._captured or AddressLedger().record(self._model)
+        problems = self._manifest_problems() + [str(difference) for difference in ledger.diff(self._model)]
+        _raise_all("the update does not fit the model", problems)
+        self._ledger = ledger
         self._loaded.clear()
         state.owner = weakref.ref(self)
 

@@ -29,9 +29,10 @@ def word_sum(data: torch.Tensor) -> torch.Tensor:
     words = data[:whole]
     if words.data_ptr() % 8 or words.storage_offset() % 8:
         words = words.clone()
-    keys = torch.arange(_CHUNK, dtype=torch.int64).mul_(_signed(_WEYL))
+    words = words.view(torch.int64)
+    keys = torch.arange(min(len(words), _CHUNK), dtype=torch.int64).mul_(_signed(_WEYL))
     total = torch.zeros(1, dtype=torch.int64)
-    for first, chunk in enumerate(torch.split(words.view(torch.int64), _CHUNK)):
+    for first, chunk in enumerate(torch.split(words, _CHUNK)):
         total += _mixed(chunk + keys[: chunk.numel()], first * _CHUNK)
     if whole < data.numel():
         last = torch.zeros(8, dtype=torch.uint8)
