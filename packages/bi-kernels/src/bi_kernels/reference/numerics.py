@@ -8,19 +8,58 @@ product whose result is correctly rounded, so that the order in which a BLAS add
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
+from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["exp", "exp_f64", "fma", "log", "log1p", "mm_rn", "sigmoid", "tree_sum"]
+__all__ = [
+    "canonical_nan",
+    "exp",
+    "exp_f64",
+    "fma",
+    "log",
+    "log1p",
+    "mm_rn",
+    "sigmoid",
+    "to_bf16",
+    "to_e4m3",
+    "tree_sum",
+]
 
 _F64_UNIT = 2.0**-53  # unit roundoff of float64
+_SMALLEST_NORMAL = 2.0**-126  # of float32
+_BLOCK = 1 << 16  # elements: their float64 temporaries fit a second-level cache
 
 # ln 2 = _LN2_HI + _LN2_LO; _LN2_HI has 12 significant bits, so n * _LN2_HI is exact in float32 for |n| < 4096.
 _LN2_HI = 0.693359375
 _LN2_LO = -2.1219444005469058e-4  # not log(2) - _LN2_HI, whose last bits are the rounding of log(2)
 _LOG2E = 1.0 / math.log(2.0)
+
+
+def canonical_nan(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with every NaN replaced by the positive quiet NaN without payload: float32 0x7fc00000, bfloat16 0x7fc0.
+
+    Which NaN an operation passes on differs between processors, and in torch even between casts.
+    """
+    return torch.where(torch.isnan(x), torch.full((), math.nan, dtype=x.dtype, device=x.device), x)
+
+
+def to_bf16(x: torch.Tensor) -> torch.Tensor:
+    """Round float32 to bfloat16, to nearest even; any shape. NaN is 0x7fc0 (torch's cast on the CPU gives 0xffff)."""
+    return canonical_nan(x.bfloat16())
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Clamp float32 to +-448 and round to float8_e4m3fn, to nearest even; any shape. NaN is 0x7f.
+
+    The clamp is not left to torch's cast: above 464 it gives NaN in older releases and 448 in newer ones. Nor is the
+    NaN, whose sign the cast keeps.
+    """
+    codes = x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(torch.isnan(x), 0x7F, codes).view(torch.float8_e4m3fn)
 
 
 def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
@@ -32,22 +71,54 @@ def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> to
         c: Like ``b``.
 
     Returns:
-        float32. Bit-equal to a hardware fma, subnormal results included.
+        float32. Bit-equal to a hardware fma, subnormal results included; which NaN comes out is not defined.
     """
     p = a.double() * _as_f64(b, a)  # exact: 24 + 24 bits fit 53
     addend = _as_f64(c, a)
     s = p + addend
-    # Knuth's TwoSum: err is exactly what rounding to float64 dropped.
-    t = s - p
-    err = (p - (s - t)) + (addend - t)
-    # Round s to odd, so that the second rounding, to float32, sees on which side of a tie the sum lies.
-    bits = s.view(torch.int64)
-    inexact = (err != 0) & torch.isfinite(s) & ((bits & 1) == 0)
-    away = (err > 0) == (s > 0)
-    odd = torch.where(away, bits + 1, bits - 1)
-    return torch.where(inexact, odd, bits).view(torch.float64).float()
+    # Rounding twice, to float64 and then to float32, goes wrong only where the first rounding lands on the middle of
+    # two float32. Among the subnormals that may be any pattern of bits; zero is exact.
+    doubtful = _is_middle(s) | ((s.abs() < _SMALLEST_NORMAL) & (s != 0))
+    if bool(doubtful.any()):
+        p, addend, found = p.expand_as(s)[doubtful], addend.expand_as(s)[doubtful], s[doubtful]
+        s[doubtful] = _round_to_odd(found, _two_sum_error(p, addend, found))
+    return s.float()
 
 
+def _horner(x: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
+    """``p = fma(p, x, c)`` for each coefficient, from the highest; no intermediate result may be subnormal."""
+    x64 = x.double()
+    p = torch.full_like(x64, _f32(coefficients[0]))
+    for coefficient in coefficients[1:]:
+        c = torch.full((), _f32(coefficient), dtype=torch.float64, device=x.device)
+        s = torch.addcmul(c, p, x64)  # p * x64 is exact, so it does not matter whether this fuses
+        middle = _is_middle(s)
+        if bool(middle.any()):
+            found = s[middle]
+            s[middle] = _round_to_odd(found, _two_sum_error(p[middle] * x64[middle], c, found))
+        p = s.float().double()
+    return p.float()
+
+
+def _is_middle(s: torch.Tensor) -> torch.Tensor:
+    """Where a float64 lies halfway between two normal float32: 1000... below the 24th bit of the significand."""
+    return (s.view(torch.int64) & 0x1FFFFFFF) == 0x10000000
+
+
+def _in_blocks(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Run an elementwise function on pieces that stay in the cache: same bits, a third of the time."""
+
+    @functools.wraps(fn)
+    def blocked(x: torch.Tensor) -> torch.Tensor:
+        if x.numel() <= _BLOCK:
+            return fn(x)
+        flat = x.reshape(-1)
+        return torch.cat([fn(flat[i : i + _BLOCK]) for i in range(0, len(flat), _BLOCK)]).view(x.shape)
+
+    return blocked
+
+
+@_in_blocks
 def exp(x: torch.Tensor) -> torch.Tensor:
     """Float32 exponential, written out in fma so that a CUDA kernel can repeat it bit for bit.
 
@@ -58,20 +129,18 @@ def exp(x: torch.Tensor) -> torch.Tensor:
         x: float32, any shape.
 
     Returns:
-        float32; +inf above 88.73, +0 below -104, NaN for NaN. Within 1 ulp of the true value elsewhere.
+        float32; +inf above 88.73, +0 below -104, NaN (0x7fc00000) for NaN. Within 1 ulp of the true value elsewhere.
     """
     # Clamping first keeps n in int range; 89 overflows to inf and -105 underflows to 0 by themselves.
     clamped = torch.clamp(x, -105.0, 89.0)
     n = torch.round(clamped * _f32(_LOG2E))
     r = fma(n, -_LN2_HI, clamped)
     r = fma(n, -_LN2_LO, r)
-    p = torch.full_like(r, 1.0 / 5040.0)
-    for inverse_factorial in (1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0):
-        p = fma(p, r, inverse_factorial)
-    n = torch.where(torch.isnan(n), torch.zeros_like(n), n).to(torch.int32)
+    p = _horner(r, (1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0))
+    n = torch.where(torch.isnan(n), 0.0, n).to(torch.int32)
     half = n >> 1
     scaled = (p * _pow2(half)) * _pow2(n - half)
-    return torch.where(torch.isnan(x), x, scaled)
+    return canonical_nan(scaled)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -79,41 +148,54 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     return 1.0 / (1.0 + exp(-x))
 
 
+@_in_blocks
 def log1p(u: torch.Tensor) -> torch.Tensor:
     """Float32 ``ln(1 + u)`` for ``0 <= u <= 1``, written out in fma.
 
     With ``s = u / (2 + u)`` it is ``2 atanh(s)``; ``s <= 1/3`` and eight odd terms leave less than ``2**-28``.
 
     Args:
-        u: float32 in [0, 1], any shape. NaN gives NaN.
+        u: float32 in [0, 1], any shape.
+
+    Returns:
+        float32, within 3 ulp of the true value; NaN (0x7fc00000) for NaN.
     """
     s = u / (2.0 + u)
     q = s * s
-    p = torch.full_like(s, 1.0 / 15.0)
-    for k in (13.0, 11.0, 9.0, 7.0, 5.0, 3.0):
-        p = fma(p, q, 1.0 / k)
-    return 2.0 * fma(p * q, s, s)
+    p = _horner(q, (1.0 / 15.0, 1.0 / 13.0, 1.0 / 11.0, 1.0 / 9.0, 1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0))
+    return canonical_nan(2.0 * fma(p * q, s, s))
 
 
+@_in_blocks
 def log(x: torch.Tensor) -> torch.Tensor:
-    """Float32 natural logarithm of positive normal ``x``, written out in fma; ``x`` float32, any shape.
+    """Float32 natural logarithm, written out in fma.
 
     ``x = 2**e m`` with ``m`` in [sqrt(1/2), sqrt(2)); ``ln m`` by the series of :func:`log1p`'s atanh.
+
+    Args:
+        x: float32, any shape.
+
+    Returns:
+        float32, within 3 ulp of the true value; -inf for either zero, +inf for +inf, NaN (0x7fc00000) for NaN and
+        negative numbers.
     """
-    bits = x.view(torch.int32)
+    # Subnormals are brought into the normal range, exactly, and the exponent is put right afterwards.
+    subnormal = x < _SMALLEST_NORMAL
+    bits = torch.where(subnormal, x * 2.0**24, x).view(torch.int32)
     # Subtracting the bits of sqrt(1/2) puts the exponent step where m leaves [sqrt(1/2), sqrt(2)).
     e = (bits - 0x3F3504F3) >> 23
     m = (bits - (e << 23)).view(torch.float32)
     s = (m - 1.0) / (m + 1.0)
     q = s * s
-    p = torch.full_like(s, 1.0 / 11.0)
-    for k in (9.0, 7.0, 5.0, 3.0):
-        p = fma(p, q, 1.0 / k)
+    p = _horner(q, (1.0 / 11.0, 1.0 / 9.0, 1.0 / 7.0, 1.0 / 5.0, 1.0 / 3.0))
     ln_m = 2.0 * fma(p * q, s, s)
-    n = e.float()
-    return fma(n, _LN2_HI, fma(n, _LN2_LO, ln_m))
+    n = torch.where(subnormal, e - 24, e).float()
+    result = fma(n, _LN2_HI, fma(n, _LN2_LO, ln_m))
+    result = torch.where((x > 0) & (x < math.inf), result, torch.where(x == 0, -math.inf, x))
+    return torch.where((x >= 0), result, math.nan)
 
 
+@_in_blocks
 def exp_f64(x: torch.Tensor) -> torch.Tensor:
     """Float64 exponential from IEEE multiplications and additions only, for ``x <= 0``.
 
@@ -129,9 +211,9 @@ def exp_f64(x: torch.Tensor) -> torch.Tensor:
     p = torch.full_like(r, 1.0 / math.factorial(13))
     for k in range(12, -1, -1):
         p = p * r + 1.0 / math.factorial(k)
-    n = torch.where(torch.isnan(n), torch.zeros_like(n), n).to(torch.int64)
+    n = torch.where(torch.isnan(n), 0.0, n).to(torch.int64)
     scaled = p * ((n + 1023) << 52).view(torch.float64)
-    return torch.where(torch.isnan(x), x, torch.where(x < -708.0, torch.zeros_like(x), scaled))
+    return canonical_nan(torch.where(x < -708.0, 0.0, scaled))
 
 
 def tree_sum(x: torch.Tensor) -> torch.Tensor:
@@ -162,10 +244,11 @@ def mm_rn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     A correctly rounded result has no order of summation, hence no dependence on tiles, threads or BLAS. It is found
     by Ziv's method: products of float32 operands are exact in float64, a float64 product of any order lies within
     ``K 2**-53 |a| |b|`` of the truth, and nearly always both ends of that interval round to the same float32. The
-    few elements where they do not are summed exactly.
+    few elements where they do not are summed again with twice the bits, and those that even this leaves open (exact
+    ties, cancellation to almost nothing) exactly.
 
     Args:
-        a: ``(..., M, K)``, float32, bfloat16, float16 or float8.
+        a: ``(..., M, K)``, float32, bfloat16, float16 or float8; any strides.
         b: ``(..., N, K)``, likewise; leading dimensions broadcast with ``a``'s.
 
     Returns:
@@ -178,31 +261,67 @@ def mm_rn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     a64, b64 = a.double(), b.double()
     k = a.shape[-1]
     s = a64 @ b64.mT
-    norm_a = a64.square().sum(-1).sqrt().unsqueeze(-1)
-    norm_b = b64.square().sum(-1).sqrt().unsqueeze(-2)
+    if k == 0:
+        return s.float()
+    norm_a = torch.linalg.vector_norm(a64, dim=-1).unsqueeze(-1)
+    norm_b = torch.linalg.vector_norm(b64, dim=-1).unsqueeze(-2)
     # k + 8 instead of k - 1 covers the rounding of the norms and of s +- bound themselves.
     bound = ((k + 8) * _F64_UNIT * norm_a) * norm_b
-    # Partial sums are multiples of grain_a * grain_b, below norm_a * norm_b. Where 53 bits hold them the sum is exact
-    # already; without this test short bfloat16 operands, whose sums often are exact ties, would all look unsettled.
-    grain = _grain(a, a64).unsqueeze(-1) * _grain(b, b64).unsqueeze(-2)
-    bound = torch.where(norm_a * norm_b < grain * 2.0**52, 0.0, bound)
-    low, high = (s - bound).float(), (s + bound).float()
-    unsettled = (low != high) & torch.isfinite(s)
-    if not bool(unsettled.any()):
-        return _canonical(s)
-    result = s.clone()
-    where = unsettled.nonzero(as_tuple=True)
-    rows = a64.expand(*s.shape[:-1], k)[where[:-1]]
-    cols = b64.expand(*s.shape[:-2], *b64.shape[-2:])[(*where[:-2], where[-1])]
-    result[where] = torch.tensor([_exact_sum(p) for p in (rows * cols).tolist()], dtype=torch.float64)
-    return _canonical(result)
+    unsettled = ((s - bound).float() != (s + bound).float()) & torch.isfinite(s)
+    count = int(unsettled.sum())
+    if count * k > a.numel() + b.numel():
+        # Sums of short operands (float8, small integers) often are exact ties, but exact in float64 as well: partial
+        # sums are multiples of the two grains' product and below the norms' product, and 53 bits hold them.
+        grain = _grain(a, a64).unsqueeze(-1) * _grain(b, b64).unsqueeze(-2)
+        unsettled &= norm_a * norm_b >= grain * 2.0**52
+        count = int(unsettled.sum())
+    if count:
+        where = unsettled.nonzero(as_tuple=True)
+        rows = a.expand(*s.shape[:-1], k)
+        cols = b.expand(*s.shape[:-2], *b.shape[-2:])
+        for piece in zip(*(index.split(max(1, 4 * _BLOCK // k)) for index in where), strict=True):
+            s[piece] = _settle(rows[piece[:-1]], cols[(*piece[:-2], piece[-1])])
+    return _canonical(s)
 
 
 def _grain(x: torch.Tensor, x64: torch.Tensor) -> torch.Tensor:
     """Per row of ``x``, a power of two of which every element is a multiple."""
     smallest = torch.where(x64 == 0, math.inf, x64.abs()).amin(-1).clamp(max=2.0**200)
     significand_bits = 1 - round(math.log2(torch.finfo(x.dtype).eps))
-    return torch.ldexp(torch.ones_like(smallest), torch.frexp(smallest).exponent - significand_bits)
+    # From the bits: torch.ldexp goes through a float32 power, which under- and overflows here. No float32 is
+    # subnormal as float64; NaN is of no account, its row is not finite.
+    exponent = (smallest.view(torch.int64) >> 52) - (significand_bits - 1)
+    return (exponent << 52).view(torch.float64)
+
+
+def _settle(rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
+    """Exact dot products ``(n, K) . (n, K) -> (n,)``, rounded so that one more rounding, to float32, is correct.
+
+    Each product is cut in two at ``step``, chosen so that the high parts, multiples of it, add up without error in
+    any order. The low parts, at most half a ``step``, do so too where their own grain is coarse enough; elsewhere
+    their sum errs by at most ``K u`` of its magnitude, ``K step / 2``. (Half of it again covers the roundings of
+    high + low +- bound.) What this leaves open is added exactly.
+    """
+    rows64, cols64 = rows.double(), cols.double()
+    grain = _grain(rows, rows64) * _grain(cols, cols64)
+    products = rows64 * cols64
+    k = products.shape[-1]
+    largest = products.abs().amax(-1)
+    # 2**exponent > largest, and k <= 2**bits: sums of high parts stay below 2**(exponent + bits + 1) = step 2**53.
+    bits = max(1, (k - 1).bit_length())
+    exponent = (largest.view(torch.int64) >> 52) + 1
+    step = ((exponent + (bits + 1 - 53)).clamp(min=1) << 52).view(torch.float64)
+    # Adding 1.5 * 2**52 steps leaves no room below one step, so that the addition rounds to a multiple of it.
+    shifter = (step * (1.5 * 2.0**52)).unsqueeze(-1)
+    high = (products + shifter) - shifter
+    low_sum = (products - high).sum(-1)
+    high_sum = high.sum(-1)
+    bound = torch.where(step * k <= grain * 2.0**53, 0.0, (0.75 * k * k * _F64_UNIT) * step)
+    ends = [low_sum - bound, low_sum + bound]
+    below, above = (_round_to_odd(h := high_sum + end, _two_sum_error(high_sum, end, h)) for end in ends)
+    for i in (below.float() != above.float()).nonzero()[:, 0].tolist():
+        below[i] = _exact_sum(products[i].tolist())
+    return below
 
 
 def _exact_sum(products: list[float]) -> float:
@@ -214,10 +333,23 @@ def _exact_sum(products: list[float]) -> float:
     return total
 
 
+def _two_sum_error(a: torch.Tensor, b: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """Knuth: what rounding dropped from the float64 sum ``s = a + b``, exactly."""
+    t = s - a
+    return (a - (s - t)) + (b - t)
+
+
+def _round_to_odd(s: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """``s + error``, in float64, rounded to odd: a later rounding to float32 sees on which side of a tie it lies."""
+    bits = s.view(torch.int64)
+    inexact = (error != 0) & torch.isfinite(s) & ((bits & 1) == 0)
+    away = (error > 0) == (s > 0)
+    return torch.where(inexact, torch.where(away, bits + 1, bits - 1), bits).view(torch.float64)
+
+
 def _canonical(s: torch.Tensor) -> torch.Tensor:
     """Round float64 to float32, with one zero and one NaN."""
-    rounded = s.float() + 0.0  # -0 + 0 = +0
-    return torch.where(torch.isnan(rounded), torch.full_like(rounded, math.nan), rounded)
+    return canonical_nan(s.float() + 0.0)  # -0 + 0 = +0
 
 
 def _as_f64(value: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
@@ -228,7 +360,7 @@ def _as_f64(value: torch.Tensor | float, like: torch.Tensor) -> torch.Tensor:
 
 def _f32(value: float) -> float:
     """The float32 nearest to a Python number, as a Python number."""
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
 
 
 def _pow2(n: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,88 @@
+"""Small matrix products with an order of summation that is a function of K alone."""
+
+from __future__ import annotations
+
+import torch
+
+from . import _ops
+from ._outputs import check_output
+from .reference import fixed_order_mm as reference
+from .runtime.checks import check_tensor, check_value
+from .runtime.native import require_native
+
+__all__ = ["fixed_order_mm", "split_k"]
+
+
+def split_k(k: int) -> int:
+    """Into how many pieces K is cut: one per 256, at most 16.
+
+    Without a split a projection to a few hundred columns keeps a few of a GPU's cores busy, however long K is. The
+    number of rows and of cores must not decide about it, as that would make them part of the result.
+
+    Args:
+        k: Length of the rows, a positive multiple of 64.
+
+    Raises:
+        ArgumentError: Not a positive multiple of 64.
+    """
+    check_value("k", k > 0 and k % 64 == 0, "a positive multiple of 64", k, "Pad K with zeros.")
+    return reference.split_k(k)
+
+
+def fixed_order_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x @ weight.T``, rows of which depend neither on other rows nor on how many there are.
+
+    *Bounded op*: K is cut into ``split_k(K)`` pieces at multiples of 64, each piece is summed in an order that
+    depends on its length alone, and the pieces are added in ascending order in float32. How a matrix unit sums a
+    piece cannot be repeated on a CPU; the reference's pieces are exact sums, rounded once. With ``u = 2**-24``, S
+    pieces and exact partial sums ``p``, the reference errs by at most ``((1 + u)**S - 1) sum |p|``; every
+    implementation stays within :func:`bi_kernels.reference.fixed_order_mm.error_bound`.
+
+    For router gates, compressors and the indexer's ``kv_score``, which need float32 results. ``torch.mm`` picks its
+    algorithm from M.
+
+    Args:
+        x: ``(M, K)``, bfloat16, last dim contiguous; M may be 0, K is a positive multiple of 64.
+        weight: ``(N, K)``, bfloat16, last dim contiguous.
+        out_dtype: float32, or bfloat16: rounded once from the float32 result.
+        out: ``(M, N)``, ``out_dtype``, last dim contiguous, or None to allocate. Must not overlap the inputs.
+
+    Returns:
+        ``(M, N)``: ``out``. NaN is 0x7fc00000 (bfloat16 0x7fc0), zero is +0.
+
+    Raises:
+        ArgumentError: Wrong dtype, shape, stride or device. Nothing was written.
+        NativeLibraryError: ``x`` is on a GPU and the compiled kernel is missing.
+
+    Invariance:
+        Row ``i`` of the result depends on row ``i`` of ``x`` and on ``weight`` alone, bit for bit.
+
+    Source: preview-pr.txt, *Router gate logits use a common FP32 path*; vLLM ``router/gate_linear.py`` and
+    ``models/deepseek_v4/attention.py`` (``kv_score``); design.md, *Small projections with fp32 output*.
+    """
+    check_tensor("x", x, dtype=torch.bfloat16, shape=("M", "K"), last_dim_contiguous=True)
+    k = x.shape[1]
+    check_value("x", k > 0 and k % 64 == 0, "K a positive multiple of 64", f"K = {k}", "Pad K with zeros.")
+    check_tensor("weight", weight, dtype=torch.bfloat16, shape=("N", k), device=x.device, last_dim_contiguous=True)
+    check_value(
+        "out_dtype",
+        out_dtype in (torch.float32, torch.bfloat16),
+        "torch.float32 or torch.bfloat16",
+        out_dtype,
+        "Convert the result afterwards.",
+    )
+    shape = (x.shape[0], weight.shape[0])
+    if out is not None:
+        check_output("out", out, out_dtype, shape, x.device, last_dim_contiguous=True)
+    if x.is_cuda:
+        require_native("bi_kernels::fixed_order_mm")
+    if out is None:
+        out = torch.empty(shape, dtype=out_dtype, device=x.device)
+    _ops.fixed_order_mm(x, weight, out)
+    return out

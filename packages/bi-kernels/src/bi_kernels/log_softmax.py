@@ -1,0 +1,78 @@
+"""Log-probabilities: one implementation for rollout and trainer."""
+
+from __future__ import annotations
+
+import torch
+
+from .reference import log_softmax as reference
+from .runtime.checks import check_tensor, check_value
+
+__all__ = ["log_softmax", "selected_logprobs"]
+
+
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of the full vocabulary.
+
+    *Exact op*; any device. ``(x - max) - log(sum(exp(x - max)))`` in float32, with the exponential, the logarithm
+    and the sum's fixed tree of :mod:`bi_kernels.reference.numerics`.
+
+    An entry of -inf gets -inf. A row with a NaN, with +inf, or of nothing but -inf is NaN (0x7fc00000) throughout.
+
+    Args:
+        logits: ``(T, V)``, float32; raw, neither scaled by a temperature nor truncated. V is at least 1.
+
+    Returns:
+        ``(T, V)`` float32.
+
+    Raises:
+        ArgumentError: Wrong dtype or shape.
+
+    Invariance:
+        Row ``i`` of the result depends on row ``i`` of ``logits`` alone, bit for bit.
+
+    Source: design.md, *Logprobs*; vLLM ``v1/sample/sampler.py: compute_logprobs``.
+    """
+    _check_logits(logits)
+    return reference.log_softmax(logits)
+
+
+def selected_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Log-probability of one token per row: the bits of :func:`log_softmax` at that token.
+
+    *Exact op*; any device.
+
+    Args:
+        logits: As in :func:`log_softmax`.
+        token_ids: ``(T,)``, int32 or int64, in ``[0, V)``.
+
+    Returns:
+        ``(T,)`` float32.
+
+    Raises:
+        ArgumentError: Wrong dtype, shape or device, or (on the CPU, where looking is free of a device sync) an id
+            outside the vocabulary. On a GPU torch's gather stops the kernel.
+
+    Invariance:
+        Element ``i`` depends on row ``i`` of ``logits`` and on ``token_ids[i]`` alone, bit for bit.
+
+    Source: as :func:`log_softmax`.
+    """
+    _check_logits(logits)
+    check_tensor(
+        "token_ids", token_ids, dtype=(torch.int32, torch.int64), shape=(logits.shape[0],), device=logits.device
+    )
+    if token_ids.device.type == "cpu" and token_ids.numel():
+        low, high = (int(v) for v in token_ids.aminmax())
+        check_value(
+            "token_ids",
+            low >= 0 and high < logits.shape[1],
+            f"ids from 0 to {logits.shape[1] - 1}",
+            f"ids from {low} to {high}",
+            "Check which tokenizer made them.",
+        )
+    return reference.selected_logprobs(logits, token_ids)
+
+
+def _check_logits(logits: torch.Tensor) -> None:
+    check_tensor("logits", logits, dtype=torch.float32, shape=("T", "V"))
+    check_value("logits", logits.shape[1] > 0, "at least one column", tuple(logits.shape), "Pass the vocabulary.")
