@@ -13,6 +13,7 @@ from .reference.mhc_pre import HC_MULT, mhc_num_splits
 __all__ = ["mhc_head"]
 
 
+@torch.no_grad()
 def mhc_head(
     residual: torch.Tensor,
     fn: torch.Tensor,
@@ -40,6 +41,8 @@ def mhc_head(
 
     Returns:
         ``(T, H)`` bfloat16. A token with NaN gets NaN (0x7fc0); other tokens are untouched.
+
+    There is no backward: results never require a gradient.
 
     Raises:
         ArgumentError: An argument is not as described. Nothing was written.

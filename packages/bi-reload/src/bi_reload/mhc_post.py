@@ -13,6 +13,7 @@ from .reference.mhc_pre import HC_MULT
 __all__ = ["mhc_post"]
 
 
+@torch.no_grad()
 def mhc_post(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -36,6 +37,8 @@ def mhc_post(
 
     Returns:
         ``(T, 4, H)`` bfloat16: the streams after the layer. NaN is always 0x7fc0.
+
+    There is no backward: results never require a gradient.
 
     Raises:
         ArgumentError: An argument is not as described. Nothing was written.

@@ -15,6 +15,7 @@ __all__ = ["MhcPre", "MhcPreBroadcast", "mhc_num_splits", "mhc_pre", "mhc_pre_br
 _NUM_MIXES = 2 * HC_MULT + HC_MULT * HC_MULT
 
 
+@torch.no_grad()
 def mhc_pre(
     residual: torch.Tensor,
     fn: torch.Tensor,
@@ -62,6 +63,8 @@ def mhc_pre(
         :class:`MhcPre`: ``layer_input`` ``(T, H)`` bfloat16, ``post_mix`` ``(T, 4)`` and ``comb_mix`` ``(T, 4, 4)``
         float32. A token with NaN, or with infinities of both signs, gets NaN; other tokens are untouched.
 
+    There is no backward: results never require a gradient.
+
     Raises:
         ArgumentError: An argument is not as described. Nothing was written.
         NativeLibraryError: CUDA tensors, and no kernel for them.
@@ -85,6 +88,7 @@ def mhc_pre(
     return out
 
 
+@torch.no_grad()
 def mhc_pre_broadcast(
     x: torch.Tensor,
     fn_broadcast: torch.Tensor,
@@ -120,6 +124,8 @@ def mhc_pre_broadcast(
 
     Returns:
         :class:`MhcPreBroadcast`: as :class:`MhcPre`, and ``residual`` ``(T, 4, H)`` bfloat16, ``x`` in every stream.
+
+    There is no backward: results never require a gradient.
 
     Raises:
         ArgumentError: An argument is not as described. Nothing was written.
