@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from timing import COPY_BYTES, capture, copy_timer, machine, medians, write_records
 
 from bi_kernels import ScaleFormat, detect_arch, fused_silu_mul_per_token_group_quant, scale_format_for
 from bi_kernels.reference import silu_mul_quant as reference
@@ -29,39 +29,6 @@ CONTIGUOUS = (
 )  # fmt: skip
 MASKED = ((8, 32, 2048), (32, 128, 2048), (32, 1024, 2048), (256, 128, 7168))
 LIMIT = 10.0
-ROUNDS = 25
-COPY_BYTES = 1 << 30
-
-
-def capture(run: Callable[[], object], launches: int) -> Callable[[], float]:
-    """A function that replays ``launches`` calls of ``run`` from one graph and returns microseconds per call."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(launches):
-            run()
-
-    def replay() -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3 / launches
-
-    return replay
-
-
-def medians(*timers: Callable[[], float]) -> list[float]:
-    """Median of each timer, taken by turns, so that clocks and temperature are the same for all."""
-    for timer in timers:
-        timer(), timer()
-    rounds = [[timer() for timer in timers] for _ in range(ROUNDS)]
-    return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
 
 def equals_reference(
@@ -140,26 +107,21 @@ def bench(shape: tuple[int, ...], copy: Callable[[], float]) -> dict[str, object
         "gb_s": round(gb_s, 1),
         "percent_of_copy": round(100 * gb_s / (2 * COPY_BYTES / copy_us / 1e3), 1),
         "bitwise": equals_reference(x, masked_m, q, s, scale_format),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        **machine(),
     }
 
 
 def main() -> None:
     """Bench every shape and write the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the records here (replaces the file)")
+    parser.add_argument("--out", type=Path, help="put the records here, in place of older ones of these ops")
     args = parser.parse_args()
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copy = capture(lambda: target.copy_(source), 2)
+    copy = copy_timer()
     records = []
     for shape in CONTIGUOUS + MASKED:
         records.append(bench(shape, copy))
         print(json.dumps(records[-1]), flush=True)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records(args.out, records)
 
 
 if __name__ == "__main__":

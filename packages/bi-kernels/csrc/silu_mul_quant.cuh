@@ -83,11 +83,11 @@ __global__ void __launch_bounds__(kMaxGroupsPerBlock* kLanesPerGroup, 5)
                 // A clamp makes an infinity an ordinary number. Without one, infinite inputs give infinite or NaN y.
 #pragma unroll
                 for (int i = 0; i < kPairs; ++i) largest = poison_bf16x2(gate[i], poison_bf16x2(up[i], largest));
-                largest &= 0x7fff7fffu;
             }
             DeviceArch::silu_mul<kClamp>(gate, up, a.clamp_limit, y);
 #pragma unroll
-            for (int i = 0; i < kPairs; ++i) largest = max_u16x2(largest, y[i] & 0x7fff7fffu);
+            for (int i = 0; i < kPairs; ++i) largest = max_abs_bf16x2(largest, y[i]);
+            largest &= 0x7fff7fffu;
 #pragma unroll
             for (int step = kLanesPerGroup / 2; step > 0; step /= 2) {
                 largest = max_u16x2(largest, __shfl_xor_sync(0xffffffffu, largest, step));
@@ -100,8 +100,9 @@ __global__ void __launch_bounds__(kMaxGroupsPerBlock* kLanesPerGroup, 5)
             uint32_t codes[kPairs];
 #pragma unroll
             for (int i = 0; i < kPairs; ++i) {
-                codes[i] = pack_e4m3(scaled<kFormat>(bf16_lo(y[i]), scale, inverse),
-                                     scaled<kFormat>(bf16_hi(y[i]), scale, inverse));
+                float lo, hi;
+                scaled<kFormat>(y[i], scale, inverse, lo, hi);
+                codes[i] = pack_e4m3(lo, hi);
             }
             if (active) {
                 uint8_t* q = a.q + expert * a.q_expert + row * a.q_row + column;

@@ -51,9 +51,9 @@ void group_scales(int ceil, const float* amax, float* scale, int64_t n) {
     }
 }
 
-void scaled_by_inverse(const float* v, float scale, float* out, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) {
-        out[i] = bi::scaled<bi::ScaleFormat::kFloat32CeilUe8m0>(v[i], scale, bi::pow2_inverse(scale));
+void scaled_pairs(const uint32_t* v, float scale, float* out, int64_t pairs) {
+    for (int64_t i = 0; i < pairs; ++i) {
+        bi::scaled<bi::ScaleFormat::kFloat32CeilUe8m0>(v[i], scale, bi::pow2_inverse(scale), out[2 * i], out[2 * i + 1]);
     }
 }
 

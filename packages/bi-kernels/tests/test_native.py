@@ -10,6 +10,7 @@ import torch
 from bi_kernels.runtime import library, native
 from bi_kernels.runtime.errors import NativeLibraryError
 from bi_kernels.runtime.native import NativeLibrary, op_blockers, require_native
+from bi_kernels.testing.hooks import run_python
 
 INFO = {
     "package": "bi-fake",
@@ -194,3 +195,21 @@ def test_without_a_library_this_package_still_imports_and_refuses_only_use(clean
     assert native.libraries()["bi_kernels"] is NATIVE
     with pytest.raises(NativeLibraryError):
         require_native("bi_kernels::no_such_op")
+
+
+def test_require_native_declares_the_library_by_itself():
+    """A wrapper may be the first to ask: nothing else has imported the package's ``_native`` then."""
+    run_python(
+        """
+        from bi_kernels.runtime.errors import NativeLibraryError
+        from bi_kernels.runtime.native import libraries, require_native
+        from bi_kernels import fixed_order_mm
+        assert not libraries()
+        try:
+            require_native("bi_kernels::fixed_order_mm")
+        except NativeLibraryError as error:
+            assert "native library of bi-kernels" in str(error), error
+            assert "no installed package provides" not in str(error), error
+        assert "bi_kernels" in libraries()
+        """
+    )

@@ -14,7 +14,7 @@ __all__ = ["fixed_order_mm", "split_k"]
 
 
 def split_k(k: int) -> int:
-    """Into how many pieces K is cut: one per 256, at most 16.
+    """Into how many pieces K is cut: one per 256, at most 8.
 
     Without a split a projection to a few hundred columns keeps a few of a GPU's cores busy, however long K is. The
     number of rows and of cores must not decide about it, as that would make them part of the result.

@@ -39,12 +39,16 @@ BI_FN float group_scale(float amax) {
 // multiplication gives the bits of the division; `inverse` is that reciprocal.
 BI_FN float pow2_inverse(float scale) { return bits_float(0x7f000000u - float_bits(scale)); }
 
+// A pair of bfloat16 values over the scale. The product with a power of two is exact in bfloat16, unless it is
+// subnormal, and those all have the code 0.
 template <ScaleFormat kFormat>
-BI_FN float scaled(float v, float scale, float inverse) {
+BI_FN void scaled(uint32_t pair, float scale, float inverse, float& lo, float& hi) {
     if constexpr (kFormat == ScaleFormat::kFloat32) {
-        return div_rn(v, scale);
+        lo = div_rn(bf16_lo(pair), scale), hi = div_rn(bf16_hi(pair), scale);
     } else {
-        return mul_rn(v, inverse);
+        const uint32_t power = float_bits(inverse);
+        const uint32_t v = mul_bf16x2(pair, power | power >> 16);
+        lo = bf16_lo(v), hi = bf16_hi(v);
     }
 }
 

@@ -11,10 +11,12 @@
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #define BI_FN __device__ __forceinline__
+#define BI_SLOW __device__ __noinline__
 #else
 #include <algorithm>
 #include <cmath>
 #define BI_FN inline
+#define BI_SLOW inline
 #endif
 
 namespace bi {
@@ -46,9 +48,21 @@ BI_FN uint32_t min_nan_bf16x2(uint32_t a, uint32_t b) {
     asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
-BI_FN uint32_t max_nan_bf16x2(uint32_t a, uint32_t b) {
+// The smaller or larger magnitude, with the product of the signs; NaN where either is.
+BI_FN uint32_t min_abs_bf16x2(uint32_t a, uint32_t b) {
     uint32_t r;
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    asm("min.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+BI_FN uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+// Both products rounded once to bfloat16.
+BI_FN uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
 // acc + 0 * pair in both halves: a zero stays a zero until an infinity or a NaN comes, and is NaN from then on.
@@ -111,6 +125,7 @@ BI_FN uint32_t pack_bf16(float lo, float hi) { return bf16_bits(lo) | bf16_bits(
 BI_FN float bf16_lo(uint32_t pair) { return bits_float(pair << 16); }
 BI_FN float bf16_hi(uint32_t pair) { return bits_float(pair & 0xffff0000u); }
 
+constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2**23: adding it rounds to the nearest integer, ties to even
 constexpr uint32_t kInfBits = 0x7f800000u;
 constexpr uint32_t kNaNBits = 0x7fc00000u;  // the NaN that torch writes; the GPU's own is 0x7fffffff
 
@@ -118,8 +133,25 @@ constexpr uint32_t kNaNBits = 0x7fc00000u;  // the NaN that torch writes; the GP
 BI_FN uint32_t min_nan_bf16x2(uint32_t a, uint32_t b) {
     return pack_bf16(min_nan(bf16_lo(a), bf16_lo(b)), min_nan(bf16_hi(a), bf16_hi(b)));
 }
-BI_FN uint32_t max_nan_bf16x2(uint32_t a, uint32_t b) {
-    return pack_bf16(max_nan(bf16_lo(a), bf16_lo(b)), max_nan(bf16_hi(a), bf16_hi(b)));
+BI_FN uint32_t signs(uint32_t a, uint32_t b) { return (a ^ b) & 0x80008000u; }
+BI_FN uint32_t magnitudes(uint32_t a) { return a & 0x7fff7fffu; }
+BI_FN uint32_t min_abs_bf16x2(uint32_t a, uint32_t b) {
+    return min_nan_bf16x2(magnitudes(a), magnitudes(b)) | signs(a, b);
+}
+BI_FN uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) {
+    a = magnitudes(a) ^ 0x80008000u, b = magnitudes(b) ^ 0x80008000u;
+    return (min_nan_bf16x2(a, b) & 0x7fff7fffu) | signs(a, b);
+}
+BI_FN uint32_t mul_bf16(float a, float b) {
+    // A double holds the product of two bfloat16 numbers, and rounds nothing off that bfloat16 would keep.
+    const double product = static_cast<double>(a) * static_cast<double>(b);
+    const float once = static_cast<float>(product);
+    if (std::isnan(once) || std::fabs(once) >= 1.17549435e-38f) return bf16_bits(once);
+    return bf16_bits(static_cast<float>(std::nearbyint(product * 0x1p133) * 0x1p-133)) |
+           (std::signbit(product) ? 0x8000u : 0u);
+}
+BI_FN uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+    return mul_bf16(bf16_lo(a), bf16_lo(b)) | mul_bf16(bf16_hi(a), bf16_hi(b)) << 16;
 }
 #endif
 
@@ -127,18 +159,14 @@ BI_FN uint32_t max_nan_bf16x2(uint32_t a, uint32_t b) {
 //
 // The reference scales by 2**n in two multiplications. Adding n to the exponent field is the same wherever the result
 // is normal; below 2**-25 the sum is 1 whatever exp gave, so the lower clamp may be tighter than the reference's; and
-// above, n = 128 carries a mantissa >= 1 to or past the pattern of infinity, where the min stops it. A caller that
-// knows v < 88 says kFinite and saves both upper guards.
-template <bool kFinite = false>
+// above, n = 128 carries a mantissa >= 1 to or past the pattern of infinity, where the min stops it.
 BI_FN float one_plus_exp(float v) {
     constexpr float kLog2e = 1.44269502162933349609375f;  // float32(1 / ln 2)
     constexpr float kLn2Hi = 0.693359375f;
     constexpr float kLn2Lo = -2.12194440e-4f;
-    constexpr float kRound = 12582912.0f;  // 1.5 * 2**23: adding it rounds to the nearest integer, ties to even
-    float c = max_f(v, -80.0f);
-    if constexpr (!kFinite) c = min_f(c, 89.0f);
-    const float shifted = add_rn(mul_rn(c, kLog2e), kRound);
-    const float n = add_rn(shifted, -kRound);
+    const float c = min_f(max_f(v, -80.0f), 89.0f);
+    const float shifted = add_rn(mul_rn(c, kLog2e), kRoundToInteger);
+    const float n = add_rn(shifted, -kRoundToInteger);
     float r = fma_rn(n, -kLn2Hi, c);
     r = fma_rn(n, -kLn2Lo, r);
     float p = static_cast<float>(1.0 / 5040.0);
@@ -150,9 +178,7 @@ BI_FN float one_plus_exp(float v) {
     p = fma_rn(p, r, 1.0f);
     p = fma_rn(p, r, 1.0f);
     // The low bits of `shifted` are n in two's complement; the shift drops everything above them.
-    uint32_t e = float_bits(p) + (float_bits(shifted) << 23);
-    if constexpr (!kFinite) e = min_u(e, kInfBits);
-    return add_rn(1.0f, bits_float(e));
+    return add_rn(1.0f, bits_float(min_u(float_bits(p) + (float_bits(shifted) << 23), kInfBits)));
 }
 
 // x / (1 + exp(-x)); NaN for NaN and for -inf.

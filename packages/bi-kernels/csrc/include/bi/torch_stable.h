@@ -33,9 +33,10 @@ inline void check_size(const Tensor& t, const char* name, int64_t dim, int64_t s
 
 // Vector accesses of `bytes` need: stride 1 in the last dimension, and an aligned start of every row.
 inline void check_rows_aligned(const Tensor& t, const char* name, int64_t bytes) {
+    if (t.numel() == 0) return;
     const int64_t last = t.dim() - 1;
     const int64_t itemsize = static_cast<int64_t>(t.element_size());
-    bool ok = t.numel() == 0 || (t.stride(last) == 1 && reinterpret_cast<uintptr_t>(t.data_ptr()) % bytes == 0);
+    bool ok = t.stride(last) == 1 && reinterpret_cast<uintptr_t>(t.data_ptr()) % bytes == 0;
     for (int64_t d = 0; ok && d < last; ++d) ok = t.size(d) <= 1 || t.stride(d) * itemsize % bytes == 0;
     STD_TORCH_CHECK(ok, name, ": expected stride 1 in the last dimension and rows that start at multiples of ", bytes,
                     " bytes. Pass a contiguous tensor.");

@@ -11,7 +11,7 @@ from .numerics import canonical_nan, mm_rn, to_bf16
 __all__ = ["error_bound", "fixed_order_mm", "split_bounds", "split_k"]
 
 _BLOCK_K = 64
-_MAX_SPLITS = 16
+_MAX_SPLITS = 8  # thread blocks in a portable cluster
 
 
 def split_k(k: int) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import Blocker, NativeLibraryError
-from .packages import installed_version, package_directories
+from .packages import PACKAGES, installed_version, module_file, package_directories
 
 __all__ = ["BUILD_INFO_KEYS", "NativeLibrary", "libraries", "op_blockers", "require_native"]
 
@@ -242,7 +242,7 @@ def op_blockers(ops: Iterable[str]) -> list[Blocker]:
     for op in ops:
         by_namespace.setdefault(op.split("::", 1)[0], []).append(op)
     for namespace, names in by_namespace.items():
-        library = _LIBRARIES.get(namespace)
+        library = _library_of(namespace)
         if library is None:
             blockers += [
                 Blocker(
@@ -284,6 +284,16 @@ def require_native(*ops: str) -> None:
     if blockers:
         raise NativeLibraryError("CUDA kernels are missing, and there is no fallback", blockers)
     _READY.update(ops)
+
+
+def _library_of(namespace: str) -> NativeLibrary | None:
+    """The library that has the namespace. The packages' ``_native`` modules are imported until one declares it."""
+    for import_name in PACKAGES.values():
+        if namespace in _LIBRARIES:
+            break
+        if module_file(f"{import_name}._native") is not None:
+            importlib.import_module(f"{import_name}._native")
+    return _LIBRARIES.get(namespace)
 
 
 def _import_ops(import_name: str) -> None:

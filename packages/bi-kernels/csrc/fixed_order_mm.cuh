@@ -1,0 +1,362 @@
+// x[M, K] times weight[N, K] transposed, bfloat16 to float32, with an order of summation that K alone decides.
+//
+// K is cut into kSplits equal pieces. Within a piece every output element is one chain of wgmma steps of sixteen
+// products, k ascending; the pieces are added in float32, ascending, starting from +0. That is the whole arithmetic, and
+// it is the same in every instantiation: tile sizes, and whether one block walks all pieces ("whole") or the eight
+// blocks of a cluster take one each ("split"), decide where an element is computed, never how. Rows of a tile do not
+// meet in wgmma, and rows past M are zeros that nothing stores.
+//
+// Only few rows leave most multiprocessors idle without a split; with many rows the split costs a reduction through
+// shared memory that they do not need. So which instantiation runs may follow M.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "bi/numerics.cuh"
+#include "bi/sm90.cuh"
+
+namespace bi {
+
+constexpr int kSplits = 8;  // blocks of a portable cluster; bi_kernels.split_k for every supported K
+constexpr int kBlockK = 64;  // 128 bytes: one row of the swizzle
+
+struct FixedOrderMmArgs {
+    void* out;           // [m, n] float32 or bfloat16
+    int64_t out_stride;  // elements between rows
+    int64_t m;
+    int n, k;
+    int tiles_n;
+    int x_rows;  // that one block copies per tile: fewer than a tile has where m is small
+    int64_t tiles;
+};
+
+// kShare blocks of a cluster take neighbouring column tiles and share the copies of x; 0: the cluster splits K instead.
+template <int kWarpgroups_, int kTileN_, int kShare_>
+struct FixedOrderMmConfig {
+    static constexpr int kWarpgroups = kWarpgroups_;  // 64 rows each
+    static constexpr int kTileM = 64 * kWarpgroups_;
+    static constexpr int kTileN = kTileN_;
+    static constexpr bool kWhole = kShare_ > 0;
+    static constexpr int kShare = kWhole ? kShare_ : 1;
+    static constexpr int kCluster = kWhole ? kShare_ : kSplits;
+    // And those that feed them: a warpgroup where it gives up registers, else a warp.
+    static constexpr int kThreads = 128 * kWarpgroups_ + (kWhole ? 128 : 32);
+    static constexpr int kStageBytes = (kTileM + kTileN) * kBlockK * 2;
+    // Two blocks of a split fit on a multiprocessor: a GPC has room for few clusters of eight with one block each.
+    static constexpr int kStages = std::min(8, (kWhole ? 196608 : 100352) / kStageBytes);
+    static constexpr int kPiecePitch = kTileN + 8;  // floats: rows of a fragment then fall into different banks
+    static constexpr int kPieceBytes = kWhole ? 0 : kTileM * kPiecePitch * 4;
+    static constexpr int kTileBytes = std::max(kStages * kStageBytes, kPieceBytes);
+    static constexpr int kSharedBytes = kTileBytes + 16 * kStages + 1024;  // barriers; alignment of the first tile
+};
+
+template <bool kBf16>
+__device__ __forceinline__ void store_pair(const FixedOrderMmArgs& a, int64_t row, int column, float v0, float v1) {
+    // A GPU's own NaN is 0x7fffffff; out's is the one that torch writes.
+    v0 = isnan(v0) ? bits_float(kNaNBits) : v0, v1 = isnan(v1) ? bits_float(kNaNBits) : v1;
+    const int64_t at = row * a.out_stride + column;
+    if constexpr (kBf16) {
+        uint32_t pair = pack_bf16(v0, v1);
+        if (isnan(v0)) pair = (pair & 0xffff0000u) | 0x7fc0u;
+        if (isnan(v1)) pair = (pair & 0xffffu) | 0x7fc00000u;
+        *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(a.out) + at) = pair;
+    } else {
+        *reinterpret_cast<float2*>(static_cast<float*>(a.out) + at) = make_float2(v0, v1);
+    }
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+// What a consuming warpgroup knows of the ring of stages.
+template <class Config>
+struct Consumer {
+    uint32_t tiles, full, empty;
+    int warpgroup, thread;
+    int stage = 0;
+    uint32_t parity = 0;
+
+    // One step of a chain: sixty-four products, the first or more of them. On return the step before it is complete.
+    // (`sum` must not be touched in between, or ptxas makes every product wait for the one before.)
+    template <bool kFirst>
+    __device__ __forceinline__ void step(float (&sum)[Config::kTileN / 2]) {
+        using namespace sm90;
+        barrier_wait(full + 8 * stage, parity);
+        const uint32_t x_tile = tiles + stage * Config::kStageBytes;
+        const uint64_t x_at = wgmma_tile(x_tile + warpgroup * 64 * kBlockK * 2);
+        const uint64_t w_at = wgmma_tile(x_tile + Config::kTileM * kBlockK * 2);
+        wgmma_fence();
+        if constexpr (kFirst) {
+            Wgmma<Config::kTileN>::start(sum, x_at, w_at);
+        } else {
+            Wgmma<Config::kTileN>::add(sum, x_at, w_at);
+        }
+#pragma unroll
+        for (int i = 1; i < kBlockK / 16; ++i) Wgmma<Config::kTileN>::add(sum, x_at + 2 * i, w_at + 2 * i);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (++stage == Config::kStages) stage = 0, parity ^= 1;
+    }
+
+    // Hands back the stage of the last step but `back`.
+    __device__ __forceinline__ void release(int back) {
+        const int which = stage >= back ? stage - back : stage - back + Config::kStages;
+        if constexpr (Config::kShare > 1) {
+            if (thread < Config::kShare) sm90::barrier_arrive_at(empty + 8 * which, thread);
+        } else {
+            if (thread == 0) sm90::barrier_arrive(empty + 8 * which);
+        }
+    }
+    __device__ __forceinline__ void release_before() { release(2); }
+    // All steps are complete.
+    __device__ __forceinline__ void finish() {
+        sm90::wgmma_wait<0>();
+        release(1);
+    }
+};
+
+template <int kCount>
+__device__ __forceinline__ void add_piece(float (&total)[kCount], float (&piece)[kCount]) {
+    sm90::wgmma_pin(piece);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) total[i] = add_rn(total[i], piece[i]);
+}
+#endif
+
+template <class Config, bool kBf16>
+__global__ void __launch_bounds__(Config::kThreads, Config::kWhole ? 1 : 2)
+    fixed_order_mm_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
+                          const __grid_constant__ FixedOrderMmArgs a) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+    using namespace sm90;
+    constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kStages = Config::kStages;
+    constexpr int kShare = Config::kShare;
+    constexpr int kRegisters = kTileN / 2;
+    extern __shared__ uint8_t shared[];
+    const uint32_t tiles = (shared_address(shared) + 1023) & ~1023u;
+    const uint32_t full = tiles + Config::kTileBytes, empty = full + 8 * kStages;
+    const int warpgroup = threadIdx.x / 128;
+    const int rank = Config::kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
+
+    if (threadIdx.x == 0) {
+        prefetch_map(x_map), prefetch_map(w_map);
+        for (int i = 0; i < kStages; ++i) {
+            barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, Config::kWarpgroups * kShare);
+        }
+        barrier_init_fence();
+    }
+    if constexpr (kShare > 1) {
+        cluster_sync();
+    } else {
+        __syncthreads();
+    }
+
+    const int steps = a.k / kSplits / kBlockK;  // of one piece
+    const int first_piece = Config::kWhole ? 0 : rank;
+    const int pieces = Config::kWhole ? kSplits : 1;
+    const int64_t first_tile = Config::kWhole ? blockIdx.x : blockIdx.x / kSplits;
+    const int64_t tile_stride = Config::kWhole ? gridDim.x : gridDim.x / kSplits;
+
+    if (warpgroup == Config::kWarpgroups) {
+        if constexpr (Config::kWhole) give_registers<40>();
+        if (threadIdx.x == 128 * Config::kWarpgroups) {
+            const int bytes = (a.x_rows * kShare + kTileN) * kBlockK * 2;
+            int stage = 0;
+            uint32_t parity = 1;  // the first round finds every stage empty
+            for (int64_t tile = first_tile; tile < a.tiles; tile += tile_stride) {
+                const int row = static_cast<int>(tile / a.tiles_n) * kTileM + rank % kShare * a.x_rows;
+                const int column = static_cast<int>(tile % a.tiles_n) * kTileN;
+                for (int step = 0; step < pieces * steps; ++step) {
+                    const int k = (first_piece * steps + step) * kBlockK;
+                    const uint32_t x_tile = tiles + stage * Config::kStageBytes;
+                    barrier_wait(empty + 8 * stage, parity);
+                    barrier_arrive_expect(full + 8 * stage, bytes);
+                    copy_box(x_tile + kTileM * kBlockK * 2, w_map, full + 8 * stage, k, column);
+                    if constexpr (kShare > 1) {
+                        copy_box_to_all(x_tile + rank * (kTileM / kShare) * kBlockK * 2, x_map, full + 8 * stage, k, row,
+                                        (1 << kShare) - 1);
+                    } else {
+                        copy_box(x_tile, x_map, full + 8 * stage, k, row);
+                    }
+                    if (++stage == kStages) stage = 0, parity ^= 1;
+                }
+            }
+        }
+    } else {
+        if constexpr (Config::kWhole) take_registers<232>();
+        const int thread = threadIdx.x % 128;
+        const int fragment_row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
+        const int fragment_column = thread % 4 * 2;
+        Consumer<Config> consumer{tiles, full, empty, warpgroup, thread};
+        if constexpr (Config::kWhole) {
+            for (int64_t tile = first_tile; tile < a.tiles; tile += tile_stride) {
+                float total[kRegisters], even[kRegisters], odd[kRegisters];
+#pragma unroll
+                for (int i = 0; i < kRegisters; ++i) total[i] = 0.0f;
+                // A piece is added while the first products of the next one run.
+                consumer.template step<true>(even);
+                for (int step = 1; step < steps; ++step) consumer.template step<false>(even), consumer.release_before();
+#pragma unroll
+                for (int p = 1; p < kSplits - 1; p += 2) {
+                    consumer.template step<true>(odd);
+                    add_piece(total, even), consumer.release_before();
+                    for (int step = 1; step < steps; ++step) consumer.template step<false>(odd), consumer.release_before();
+                    consumer.template step<true>(even);
+                    add_piece(total, odd), consumer.release_before();
+                    for (int step = 1; step < steps; ++step) consumer.template step<false>(even), consumer.release_before();
+                }
+                consumer.template step<true>(odd);
+                add_piece(total, even), consumer.release_before();
+                for (int step = 1; step < steps; ++step) consumer.template step<false>(odd), consumer.release_before();
+                consumer.finish();
+                add_piece(total, odd);
+                const int64_t row = tile / a.tiles_n * kTileM + fragment_row;
+                const int column = static_cast<int>(tile % a.tiles_n) * kTileN + fragment_column;
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    if (row + 8 * h < a.m) {
+#pragma unroll
+                        for (int i = 0; i < kTileN / 8; ++i) {
+                            store_pair<kBf16>(a, row + 8 * h, column + 8 * i, total[4 * i + 2 * h],
+                                              total[4 * i + 2 * h + 1]);
+                        }
+                    }
+                }
+            }
+        } else {
+            float piece[kRegisters];
+            consumer.template step<true>(piece);
+            for (int step = 1; step < steps; ++step) consumer.template step<false>(piece), consumer.release_before();
+            consumer.finish();
+            wgmma_pin(piece);
+            // This warpgroup's products have read all copies; the other one may still read.
+            asm volatile("bar.sync 1, %0;" ::"n"(128 * Config::kWarpgroups) : "memory");
+#pragma unroll
+            for (int i = 0; i < kTileN / 8; ++i) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const uint32_t at =
+                        tiles + 4 * ((fragment_row + 8 * h) * Config::kPiecePitch + fragment_column + 8 * i);
+                    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(piece[4 * i + 2 * h]),
+                                 "f"(piece[4 * i + 2 * h + 1])
+                                 : "memory");
+                }
+            }
+        }
+    }
+
+    if constexpr (kShare > 1) {
+        __syncwarp();
+        cluster_sync();  // a block's barriers live while others arrive there
+    }
+    if constexpr (!Config::kWhole) {
+        // Each block adds up one eighth of the columns.
+        __syncwarp();
+        cluster_sync();
+        constexpr int kColumns = kTileN / kSplits, kQuads = kColumns / 4;
+        const int64_t tile = first_tile;
+        const int64_t row0 = tile / a.tiles_n * kTileM;
+        const int column0 = static_cast<int>(tile % a.tiles_n) * kTileN;
+        const int rows = static_cast<int>(min(int64_t{kTileM}, a.m - row0));
+        for (int item = threadIdx.x; item < rows * kQuads; item += Config::kThreads) {
+            const int row = item / kQuads;
+            const int column = first_piece * kColumns + item % kQuads * 4;
+            const uint32_t at = tiles + 4 * (row * Config::kPiecePitch + column);
+            float4 part[kSplits];
+#pragma unroll
+            for (int i = 0; i < kSplits; ++i) part[i] = cluster_load(at, i);
+            float4 sum = {};
+#pragma unroll
+            for (int i = 0; i < kSplits; ++i) {
+                sum.x = add_rn(sum.x, part[i].x), sum.y = add_rn(sum.y, part[i].y);
+                sum.z = add_rn(sum.z, part[i].z), sum.w = add_rn(sum.w, part[i].w);
+            }
+            store_pair<kBf16>(a, row0 + row, column0 + column, sum.x, sum.y);
+            store_pair<kBf16>(a, row0 + row, column0 + column + 2, sum.z, sum.w);
+        }
+        cluster_sync();  // a block's shared memory lives while others read it
+    }
+#endif
+}
+
+// Encodes a tensor map: rows of `k` bfloat16 elements, `stride` elements apart, in boxes of `box_rows` x 64.
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+inline bool encode_map(EncodeTiled encode, CUtensorMap* map, const void* data, int64_t rows, int64_t k, int64_t stride,
+                       int box_rows) {
+    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows)};
+    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride) * 2};
+    const cuuint32_t box[2] = {kBlockK, static_cast<cuuint32_t>(box_rows)};
+    const cuuint32_t steps[2] = {1, 1};
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, strides, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+struct FixedOrderMmProblem {
+    const void* x;
+    const void* w;
+    int64_t x_stride, w_stride;
+    FixedOrderMmArgs args;
+};
+
+template <class Config, bool kBf16>
+cudaError_t launch_fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTiled encode, int processors,
+                                  cudaStream_t stream) {
+    const auto kernel = fixed_order_mm_kernel<Config, kBf16>;
+    FixedOrderMmArgs args = problem.args;
+    args.tiles_n = args.n / Config::kTileN;
+    args.tiles = (args.m + Config::kTileM - 1) / Config::kTileM * args.tiles_n;
+    // Rows that no copy brings hold what shared memory held; their sums are not stored.
+    args.x_rows = Config::kShare > 1 ? Config::kTileM / Config::kShare
+                                     : static_cast<int>(std::min<int64_t>(Config::kTileM, (args.m + 7) / 8 * 8));
+    CUtensorMap x_map, w_map;
+    if (!encode_map(encode, &x_map, problem.x, args.m, args.k, problem.x_stride, args.x_rows) ||
+        !encode_map(encode, &w_map, problem.w, args.n, args.k, problem.w_stride, Config::kTileN)) {
+        return cudaErrorInvalidValue;
+    }
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
+    if (error != cudaSuccess) return error;
+    cudaLaunchAttribute attribute[1];
+    attribute[0].id = cudaLaunchAttributeClusterDimension;
+    attribute[0].val.clusterDim = {Config::kCluster, 1, 1};
+    // A whole block takes tile after tile, so that copies of the next one run under the stores of this one.
+    const int64_t blocks = Config::kWhole ? std::min<int64_t>(args.tiles, processors / Config::kShare * Config::kShare) : args.tiles * kSplits;
+    cudaLaunchConfig_t launch = {};
+    launch.gridDim = dim3(static_cast<unsigned>(blocks));
+    launch.blockDim = dim3(Config::kThreads);
+    launch.dynamicSmemBytes = Config::kSharedBytes;
+    launch.stream = stream;
+    launch.attrs = attribute;
+    launch.numAttrs = 1;
+    return cudaLaunchKernelEx(&launch, kernel, x_map, w_map, args);
+}
+
+// Which tiles a call gets. Any choice gives the same bits, so this may weigh rows against idle multiprocessors.
+template <bool kBf16>
+cudaError_t fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTiled encode, int processors, cudaStream_t stream) {
+    const int64_t m = problem.args.m, n = problem.args.n;
+    const auto tiles = [&](int64_t tile_m, int64_t tile_n) { return (m + tile_m - 1) / tile_m * (n / tile_n); };
+    if (tiles(128, 128) >= 96) {
+        return launch_fixed_order_mm<FixedOrderMmConfig<2, 128, 2>, kBf16>(problem, encode, processors, stream);
+    }
+    if (tiles(128, 64) >= 96) {
+        return launch_fixed_order_mm<FixedOrderMmConfig<2, 64, 4>, kBf16>(problem, encode, processors, stream);
+    }
+    if (tiles(64, 32) <= 16) {
+        return launch_fixed_order_mm<FixedOrderMmConfig<1, 32, 0>, kBf16>(problem, encode, processors, stream);
+    }
+    if (tiles(64, 64) <= 16) {
+        return launch_fixed_order_mm<FixedOrderMmConfig<1, 64, 0>, kBf16>(problem, encode, processors, stream);
+    }
+    if (tiles(64, 128) <= 16) {
+        return launch_fixed_order_mm<FixedOrderMmConfig<1, 128, 0>, kBf16>(problem, encode, processors, stream);
+    }
+    return launch_fixed_order_mm<FixedOrderMmConfig<2, 128, 0>, kBf16>(problem, encode, processors, stream);
+}
+
+}  // namespace bi
