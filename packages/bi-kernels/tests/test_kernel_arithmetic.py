@@ -62,7 +62,9 @@ def test_every_gate_and_every_up_give_the_reference_bits(lib, arch, limit):
         want = silu_and_mul(torch.stack([gate, up], -1), clamp_limit=limit, arch=arch).squeeze(-1)
         got = kernel_silu_mul(lib, gate, up, limit, arch)
         # Hopper's kernel rounds a subnormal product once, torch twice: a unit of 2**-133 that no scale or code can see.
-        tiny = (want.abs() < 2.0**-126) & (got.abs() <= 2.0**-126) if arch is Arch.SM90 else torch.zeros(len(got)).bool()
+        tiny = (
+            (want.abs() < 2.0**-126) & (got.abs() <= 2.0**-126) if arch is Arch.SM90 else torch.zeros(len(got)).bool()
+        )
         assert_bitwise_equal(got.masked_fill(tiny, 0.0), want.masked_fill(tiny, 0.0))
         assert ((got.double() - want.double()).abs()[tiny] <= 2.0**-133).all()
         assert torch.equal(torch.signbit(got), torch.signbit(want))

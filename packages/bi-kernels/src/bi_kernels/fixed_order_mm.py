@@ -6,11 +6,19 @@ import torch
 
 from . import _ops
 from ._outputs import check_output
+from .arch import Arch, detect_arch
 from .reference import fixed_order_mm as reference
 from .runtime.checks import check_tensor, check_value
+from .runtime.errors import UnsupportedArchError
 from .runtime.native import require_native
 
-__all__ = ["fixed_order_mm", "split_k"]
+__all__ = ["CUDA_K", "CUDA_N", "fixed_order_mm", "split_k"]
+
+CUDA_N = (256, 384, 512, 1024, 2048)
+"""Columns that the CUDA kernel takes: those of DeepSeek-V4's routers, compressors and indexers."""
+CUDA_K = (2048, 4096, 7168)
+"""Row lengths that the CUDA kernel takes."""
+_UNPROVEN = "The kernel was validated for these only; add the shape to its tests first."
 
 
 def split_k(k: int) -> int:
@@ -48,8 +56,9 @@ def fixed_order_mm(
     algorithm from M.
 
     Args:
-        x: ``(M, K)``, bfloat16, last dim contiguous; M may be 0, K is a positive multiple of 64.
-        weight: ``(N, K)``, bfloat16, last dim contiguous.
+        x: ``(M, K)``, bfloat16, last dim contiguous; M may be 0, K is a positive multiple of 64; on a GPU one of
+            :data:`CUDA_K`, rows starting at multiples of 16 bytes.
+        weight: ``(N, K)``, bfloat16, last dim contiguous; on a GPU N is one of :data:`CUDA_N`, rows aligned likewise.
         out_dtype: float32, or bfloat16: rounded once from the float32 result.
         out: ``(M, N)``, ``out_dtype``, last dim contiguous, or None to allocate. Must not overlap the inputs.
 
@@ -59,6 +68,7 @@ def fixed_order_mm(
     Raises:
         ArgumentError: Wrong dtype, shape, stride or device. Nothing was written.
         NativeLibraryError: ``x`` is on a GPU and the compiled kernel is missing.
+        UnsupportedArchError: ``x`` is on a GPU other than Hopper: the kernel's matrix instructions are Hopper's.
 
     Invariance:
         Row ``i`` of the result depends on row ``i`` of ``x`` and on ``weight`` alone, bit for bit.
@@ -70,6 +80,11 @@ def fixed_order_mm(
     k = x.shape[1]
     check_value("x", k > 0 and k % 64 == 0, "K a positive multiple of 64", f"K = {k}", "Pad K with zeros.")
     check_tensor("weight", weight, dtype=torch.bfloat16, shape=("N", k), device=x.device, last_dim_contiguous=True)
+    if x.is_cuda:
+        check_value(
+            "weight", weight.shape[0] in CUDA_N, f"N one of {CUDA_N} on a GPU", f"N = {weight.shape[0]}", _UNPROVEN
+        )
+        check_value("x", k in CUDA_K, f"K one of {CUDA_K} on a GPU", f"K = {k}", _UNPROVEN)
     check_value(
         "out_dtype",
         out_dtype in (torch.float32, torch.bfloat16),
@@ -82,7 +97,27 @@ def fixed_order_mm(
         check_output("out", out, out_dtype, shape, x.device, last_dim_contiguous=True)
     if x.is_cuda:
         require_native("bi_kernels::fixed_order_mm")
+        _check_cuda(x, weight, out)
     if out is None:
         out = torch.empty(shape, dtype=out_dtype, device=x.device)
     _ops.fixed_order_mm(x, weight, out)
     return out
+
+
+def _check_cuda(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> None:
+    """What the kernel needs beyond what the reference needs."""
+    if detect_arch(x.device) is not Arch.SM90:
+        raise UnsupportedArchError(
+            "fixed_order_mm: expected a GPU of compute capability 9.0, got another one. The kernel is built on Hopper's "
+            "matrix instructions, and no other has been validated. Run on Hopper, or unset VLLM_BATCH_INVARIANT."
+        )
+    for name, tensor, size in (
+        ("x", x, 16),
+        ("weight", weight, 16),
+        ("out", out, 2 * (4 if out is None else out.element_size())),
+    ):
+        if tensor is not None and tensor.numel():
+            aligned = tensor.data_ptr() % size == 0 and (
+                len(tensor) <= 1 or tensor.stride(0) * tensor.element_size() % size == 0
+            )
+            check_value(name, aligned, f"rows that start at multiples of {size} bytes", "others", "Make it contiguous.")

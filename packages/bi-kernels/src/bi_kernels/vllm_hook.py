@@ -16,8 +16,6 @@ _FP8_UTILS = "vllm.model_executor.layers.quantization.utils.fp8_utils"
 _MODEL = "vllm.models.deepseek_v4.nvidia.model"
 _PREVIEW = "https://github.com/vllm-project/vllm/pull/54955"
 
-_FUSED_OP = "CUDA kernel of bi_kernels::fused_silu_mul_per_token_group_quant, and the vLLM-side callable around it"
-
 REFUSED_SETTINGS = (
     Refusal(
         "LoRA (enable_lora)",
@@ -75,8 +73,6 @@ PLAN = HookPlan(
             "follows M, so the same row has other FP8 codes in another expert layout. No registry covers a method.",
             upstream=_PREVIEW,
             remove_when="vLLM calls the fused op from DeepGemmExperts in batch-invariant mode",
-            ready=False,
-            needs=_FUSED_OP,
             relies_on=(
                 f"{_EXPERTS}.deep_gemm_moe:DeepGemmExperts.apply",
                 "vllm.utils.deep_gemm:DeepGemmQuantScaleFMT",
@@ -89,11 +85,10 @@ PLAN = HookPlan(
             replacement="bi_kernels.vllm_experts:act_mul_quant_fp4",
             factory=True,
             why="FP4 experts on Blackwell quantise through the packed Triton kernel, whose rows per program switch at "
-            "512 tokens; they must share one arithmetic with dense and shared experts.",
+            "512 tokens; they must share one arithmetic with dense and shared experts. Refused until the op has been "
+            "run on Blackwell.",
             upstream=_PREVIEW,
             remove_when="vLLM calls the fused op from DeepGemmFP4Experts in batch-invariant mode",
-            ready=False,
-            needs=_FUSED_OP + "; a Blackwell GPU to validate it on",
             relies_on=(f"{_EXPERTS}.deep_gemm_moe:DeepGemmFP4Experts.apply",),
         ),
         Patch(
@@ -104,8 +99,6 @@ PLAN = HookPlan(
             "V4's swiglu_limit; its call is inline, so that the method is the smallest unit to replace.",
             upstream=_PREVIEW,
             remove_when="vLLM calls the fused op, with the clamp, from BatchedDeepGemmExperts",
-            ready=False,
-            needs=_FUSED_OP,
             relies_on=(
                 f"{_EXPERTS}.batched_deep_gemm_moe:persistent_masked_m_silu_mul_quant",
                 f"{_EXPERTS}.batched_deep_gemm_moe:scales_shape_stride_dtype",
@@ -119,8 +112,6 @@ PLAN = HookPlan(
             why="A trainer written for the preview quantises activations through this name; vLLM does not have it.",
             upstream=_PREVIEW,
             remove_when="vLLM ships the function",
-            ready=False,
-            needs=_FUSED_OP,
             relies_on=(
                 f"{_FP8_UTILS}:per_token_group_quant_fp8",
                 f"{_FP8_UTILS}:per_token_group_quant_fp8_packed_for_deepgemm",
@@ -133,8 +124,6 @@ PLAN = HookPlan(
             why="The trainer asks by this name whether it may use the fused quantiser; vLLM does not have it.",
             upstream=_PREVIEW,
             remove_when="vLLM ships the function",
-            ready=False,
-            needs=_FUSED_OP,
         ),
         Patch(
             target=f"{_FP8_UTILS}:require_batch_invariant_quant_kernel",
@@ -143,8 +132,6 @@ PLAN = HookPlan(
             why="The trainer demands the fused quantiser by this name before a run; vLLM does not have it.",
             upstream=_PREVIEW,
             remove_when="vLLM ships the function",
-            ready=False,
-            needs=_FUSED_OP,
         ),
     ),
 )

@@ -1,0 +1,177 @@
+"""The compiled matrix product: rows that see nothing but themselves, within the derived bound. Needs a Hopper GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bi_kernels import fixed_order_mm
+from bi_kernels._ops import fixed_order_mm as op
+from bi_kernels.fixed_order_mm import CUDA_K, CUDA_N
+from bi_kernels.reference.fixed_order_mm import error_bound
+from bi_kernels.runtime.errors import ArgumentError
+from bi_kernels.testing import assert_batch_invariant, assert_bitwise_equal, bit_view, must_detect
+
+pytestmark = pytest.mark.gpu
+
+by_n = pytest.mark.parametrize("n", CUDA_N, ids=lambda n: f"N={n}")
+by_k = pytest.mark.parametrize("k", CUDA_K, ids=lambda k: f"K={k}")
+by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+# Both sides of every number of rows at which some N changes its tiles or its share of the cluster.
+ROWS = (1, 2, 7, 8, 9, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 768, 769, 1023, 1024, 1025, 1535,
+        1536, 1537, 2047, 2048, 2049, 2112, 2113, 3000)  # fmt: skip
+
+
+def operands(m, n, k, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(m, k, device="cuda", generator=generator)
+    weight = torch.randn(n, k, device="cuda", generator=generator)
+    return x.bfloat16(), (weight / k**0.5).bfloat16()
+
+
+@by_n
+@by_k
+def test_every_number_of_rows_gives_the_same_bits(n, k):
+    x, weight = operands(4200, n, k)
+    every = fixed_order_mm(x, weight)
+    for m in ROWS:
+        for first in (0, 1100):
+            rows = x[first : first + m]
+            assert_bitwise_equal(fixed_order_mm(rows, weight), every[first : first + m], f"M={m} from {first}")
+
+
+@pytest.mark.parametrize(("n", "k"), [(256, 4096), (384, 7168), (2048, 2048)], ids=str)
+@by_dtype
+def test_batch_invariance(n, k, dtype):
+    x, weight = operands(3, n, k)
+    assert_batch_invariant(lambda rows: fixed_order_mm(rows, weight, out_dtype=dtype), x)
+
+
+def test_a_split_that_follows_the_rows_is_detected():
+    x, weight = operands(3, 256, 4096)
+
+    def dependent(rows):
+        pieces = 1 if len(rows) < 32 else 4
+        parts = zip(rows.float().chunk(pieces, 1), weight.float().chunk(pieces, 1), strict=True)
+        return torch.stack([(a.unsqueeze(1) * b).sum(-1) for a, b in parts]).sum(0)
+
+    must_detect(dependent, x, batch_sizes=(2, 33), neighbours=("zero",))
+
+
+@by_n
+@by_k
+@by_dtype
+def test_within_the_bound_of_float64(n, k, dtype):
+    for m, seed in ((5, 1), (200, 2), (2100, 3)):
+        x, weight = operands(m, n, k, seed)
+        got = fixed_order_mm(x, weight, out_dtype=dtype)
+        error = (got.double() - x.double() @ weight.double().T).abs()
+        assert (error <= error_bound(x, weight, out_dtype=dtype)).all()
+
+
+def test_bound_holds_where_sums_cancel_and_for_wide_ranges():
+    x, weight = operands(70, 256, 4096)
+    weight[:, 2048:], x[:, 2048:] = -weight[:, :2048], x[:, :2048]
+    got = fixed_order_mm(x, weight)
+    assert (got.double().abs() <= error_bound(x, weight)).all()
+    x, weight = operands(70, 256, 4096)
+    x *= 2.0 ** torch.randint(-60, 30, x.shape, device="cuda")
+    error = (fixed_order_mm(x, weight).double() - x.double() @ weight.double().T).abs()
+    assert (error <= error_bound(x, weight)).all()
+
+
+@by_n
+def test_bf16_is_the_float32_result_rounded_once(n):
+    for m in (3, 300, 2500):
+        x, weight = operands(m, n, 4096)
+        want = fixed_order_mm(x, weight).bfloat16()
+        assert_bitwise_equal(fixed_order_mm(x, weight, out_dtype=torch.bfloat16), want)
+
+
+@pytest.mark.parametrize("m", [4, 200, 600, 4096], ids=lambda m: f"M={m}")
+def test_non_finite_stays_in_its_row(m):
+    x, weight = operands(m, 512, 4096)
+    clean = fixed_order_mm(x, weight)
+    x[0, 5], x[1, 4095], x[2, 100], x[2, 4000] = torch.nan, torch.inf, torch.inf, torch.inf
+    got = fixed_order_mm(x, weight)
+    assert (bit_view(got[0]) == 0x7FC00000).all()
+    assert (torch.isinf(got[1]) | torch.isnan(got[1])).all()
+    assert_bitwise_equal(got[3:], clean[3:])
+    bf16 = fixed_order_mm(x, weight, out_dtype=torch.bfloat16)
+    assert (bit_view(bf16[0]) == 0x7FC0).all()
+    assert (bit_view(fixed_order_mm(torch.zeros_like(x), -weight.abs())) == 0).all()
+
+
+@by_dtype
+def test_strides_and_nothing_else_is_written(dtype):
+    for m in (1, 5, 300, 1500):
+        x, weight = operands(m, 512, 2048)
+        wide_x, wide_w = (
+            torch.full((m, 2064), torch.nan, device="cuda").bfloat16(),
+            torch.zeros(512, 4096, device="cuda"),
+        )
+        wide_x[:, 8:2056], wide_w = x, wide_w.bfloat16()
+        wide_w[:, 1024:3072] = weight
+        memory = torch.full((m + 2, 520), 7.0, dtype=dtype, device="cuda")
+        got = fixed_order_mm(wide_x[:, 8:2056], wide_w[:, 1024:3072], out_dtype=dtype, out=memory[1 : m + 1, 4:516])
+        assert got.data_ptr() == memory[1, 4:].data_ptr()
+        assert_bitwise_equal(got.contiguous(), fixed_order_mm(x, weight, out_dtype=dtype))
+        got.fill_(7.0)
+        assert (memory == 7.0).all()
+
+
+def test_no_rows():
+    x, weight = operands(1, 256, 4096)
+    assert fixed_order_mm(x[:0], weight).shape == (0, 256)
+    torch.cuda.synchronize()
+
+
+def test_every_call_gives_the_same_bits_and_graphs_replay():
+    x, weight = operands(1024, 1024, 4096)
+    for m in (1, 64, 200, 1024):
+        out = torch.empty(m, 1024, device="cuda")
+        first = fixed_order_mm(x[:m], weight)
+        for _ in range(30):
+            assert_bitwise_equal(fixed_order_mm(x[:m], weight), first)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            fixed_order_mm(x[:m], weight, out=out)
+        for seed in (1, 2):
+            x.copy_(operands(1024, 1024, 4096, seed)[0])
+            out.fill_(torch.nan)
+            graph.replay()
+            assert_bitwise_equal(out, fixed_order_mm(x[:m], weight))
+
+
+def test_opcheck():
+    x, weight = operands(8, 256, 2048)
+    torch.library.opcheck(
+        op, (x, weight, torch.empty(8, 256, device="cuda")), test_utils=("test_schema", "test_faketensor")
+    )
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "match"),
+    [(320, 4096, "weight: expected N one of"), (24, 4096, "weight: expected N"), (256, 8192, "x: expected K one of")],
+    ids=str,
+)
+def test_other_shapes_are_refused(n, k, match):
+    x, weight = operands(4, n, k)
+    out = torch.full((4, n), 3.0, device="cuda")
+    with pytest.raises(ArgumentError, match=match):
+        fixed_order_mm(x, weight, out=out)
+    with pytest.raises(RuntimeError, match="expected"):
+        op(x, weight, out)
+    assert (out == 3.0).all()
+
+
+def test_misaligned_rows_are_refused():
+    x, weight = operands(4, 256, 4096)
+    memory = torch.zeros(4, 4100, device="cuda").bfloat16()
+    for tensors in ((memory[:, 1:4097], weight), (memory[:, :4096], weight)):
+        with pytest.raises(ArgumentError, match="x: expected rows that start at multiples of 16 bytes"):
+            fixed_order_mm(*tensors)
+    with pytest.raises(ArgumentError, match="out: expected rows that start"):
+        fixed_order_mm(x, weight, out=torch.zeros(4, 257, device="cuda")[:, 1:])

@@ -1,0 +1,48 @@
+"""One small call of every kernel, for compute-sanitizer: ``ci/gpu/sanitize.sh bi-kernels``. Needs a GPU.
+
+What the results are equal to is computed on the CPU, so that the tool sees little but our kernels.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bi_kernels import Arch, ScaleFormat, fixed_order_mm, fused_silu_mul_per_token_group_quant
+from bi_kernels.reference.fixed_order_mm import error_bound
+from bi_kernels.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("scale_format", list(ScaleFormat), ids=lambda f: f.name)
+@pytest.mark.parametrize("limit", [None, 10.0], ids=lambda v: f"limit={v}")
+def test_fused_op(scale_format, limit):
+    x = (torch.randn(3, 5, 2 * 640) * 30).bfloat16()
+    masked_m = torch.tensor([5, 0, 3], dtype=torch.int32)
+    arguments = {"clamp_limit": limit, "scale_format": scale_format}
+    want = fused_silu_mul_per_token_group_quant(x, arch=Arch.SM90, **arguments)
+    got = fused_silu_mul_per_token_group_quant(x.cuda(), masked_m=masked_m.cuda(), **arguments)
+    whole = fused_silu_mul_per_token_group_quant(x[0].cuda(), **arguments)
+    for i, count in enumerate(masked_m.tolist()):
+        for a, b in zip(got, want, strict=True):
+            assert_bitwise_equal(a[i, :count].cpu().contiguous(), b[i, :count].contiguous())
+    for a, b in zip(whole, want, strict=True):
+        assert_bitwise_equal(a.cpu().contiguous(), b[0].contiguous())
+
+
+# One number of rows for each set of tiles.
+@pytest.mark.parametrize(
+    ("m", "n"),
+    [(1, 256), (70, 512), (600, 384), (300, 1024), (1100, 512), (1100, 256), (520, 2048), (1200, 1024), (1700, 384),
+     (2100, 1024)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fixed_order_mm(m, n, dtype):
+    k = 2048
+    x, weight = torch.randn(m, k).bfloat16(), (torch.randn(n, k) / k**0.5).bfloat16()
+    got = fixed_order_mm(x.cuda(), weight.cuda(), out_dtype=dtype).cpu()
+    some = torch.tensor(sorted({0, m // 2, m - 1}))
+    error = (got[some].double() - x[some].double() @ weight.double().T).abs()
+    assert (error <= error_bound(x[some], weight, out_dtype=dtype)).all()
