@@ -346,8 +346,10 @@ cudaError_t fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTiled encod
         return launch_fixed_order_mm<Config, kBf16>(problem, encode, processors, stream);
     };
     if (tiles(64, 64) <= 8) return run(FixedOrderMmConfig<1, 64, 0>{});
-    if (tiles(64, 128) <= 16) return run(FixedOrderMmConfig<1, 128, 0>{});
-    if (tiles(128, 128) <= 12) return run(FixedOrderMmConfig<2, 128, 0>{});
+    // The shortest K is read as fast by one block as its sum is put together from eight.
+    const bool split = problem.args.k > 2048 || m <= 32 || tiles(64, 64) <= 16;
+    if (split && tiles(64, 128) <= 16) return run(FixedOrderMmConfig<1, 128, 0>{});
+    if (split && tiles(128, 128) <= 12) return run(FixedOrderMmConfig<2, 128, 0>{});
     if (tiles(64, 64) <= 132) {
         return tiles(64, 64) > 96 && m > n ? run(FixedOrderMmConfig<1, 64, 2>{}) : run(FixedOrderMmConfig<1, 64, 1>{});
     }

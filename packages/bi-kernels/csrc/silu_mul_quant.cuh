@@ -123,7 +123,7 @@ template <ScaleFormat kFormat, bool kClamp, bool kExperts>
 void launch_silu_mul_quant(const SiluMulQuantArgs& a, cudaStream_t stream) {
     const SiluMulQuantPlan plan = silu_mul_quant_plan(a.groups);
     // Only the number of blocks follows the number of rows; a block that gets several rows treats them one by one.
-    const int64_t row_blocks = kExperts ? kExpertRowBlocks : kMaxGridX;
+    const int64_t row_blocks = kExperts ? plan.expert_row_blocks : kMaxGridX;
     const dim3 grid(static_cast<unsigned>(a.rows < row_blocks ? a.rows : row_blocks), plan.blocks_per_row,
                     static_cast<unsigned>(a.experts < kMaxGridZ ? a.experts : kMaxGridZ));
     silu_mul_quant_kernel<kFormat, kClamp, kExperts><<<grid, plan.threads, 0, stream>>>(a);

@@ -63,7 +63,7 @@ void one_plus_exp(const float* v, float* out, int64_t n) {
 
 void silu_mul_quant_plan(int groups, int* plan) {
     const bi::SiluMulQuantPlan p = bi::silu_mul_quant_plan(groups);
-    plan[0] = p.groups_per_block, plan[1] = p.blocks_per_row, plan[2] = p.threads;
+    plan[0] = p.groups_per_block, plan[1] = p.blocks_per_row, plan[2] = p.threads, plan[3] = p.expert_row_blocks;
 }
 
 }  // extern "C"

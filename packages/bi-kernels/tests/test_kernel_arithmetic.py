@@ -128,7 +128,12 @@ def test_one_plus_exp(lib):
 
 def test_geometry_is_the_python_one(lib):
     for groups in range(1, 513):
-        plan = (ctypes.c_int * 3)()
+        plan = (ctypes.c_int * 4)()
         lib.silu_mul_quant_plan(groups, plan)
         want = silu_mul_quant_plan(groups * 128)
-        assert tuple(plan) == (want.groups_per_block, want.blocks_per_row, want.threads)
+        assert tuple(plan) == (
+            want.groups_per_block,
+            want.blocks_per_row,
+            want.threads,
+            want.expert_row_blocks,
+        )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own warnings
 
 LIMIT = 10.0
 EXPERTS, CAPACITY, HIDDEN, INTER = 4, 128, 512, 512

@@ -15,6 +15,8 @@ GROUP_SIZE = 128
 LANES_PER_GROUP = 8  # sixteen elements each
 GROUPS_PER_WARP = 4  # hence one packed UE8M0 word per warp
 MAX_GROUPS_PER_BLOCK = 32  # 256 threads
+EXPERT_ROW_BLOCKS = 128
+WIDE_EXPERT_ROW_BLOCKS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,13 @@ class SiluMulQuantPlan:
         groups_per_block: Groups of 128 outputs that one thread block takes, in whole warps.
         blocks_per_row: Thread blocks per row, equally wide.
         threads: Threads per block.
+        expert_row_blocks: Blocks that share the rows of one expert, where rows are masked by expert.
     """
 
     groups_per_block: int
     blocks_per_row: int
     threads: int
+    expert_row_blocks: int
 
 
 def silu_mul_quant_plan(intermediate: int) -> SiluMulQuantPlan:
@@ -50,4 +54,9 @@ def silu_mul_quant_plan(intermediate: int) -> SiluMulQuantPlan:
     blocks = -(-groups // MAX_GROUPS_PER_BLOCK)
     width = -(-groups // blocks)
     width += -width % GROUPS_PER_WARP
-    return SiluMulQuantPlan(groups_per_block=width, blocks_per_row=blocks, threads=width * LANES_PER_GROUP)
+    return SiluMulQuantPlan(
+        groups_per_block=width,
+        blocks_per_row=blocks,
+        threads=width * LANES_PER_GROUP,
+        expert_row_blocks=WIDE_EXPERT_ROW_BLOCKS if blocks > 1 else EXPERT_ROW_BLOCKS,
+    )

@@ -9,21 +9,23 @@ constexpr int kGroupsPerWarp = 4;       // hence one packed UE8M0 word per warp
 constexpr int kMaxGroupsPerBlock = 32;  // 256 threads
 constexpr int kMaxGridX = 0x7fffffff;
 constexpr int kMaxGridZ = 65535;
-constexpr int kExpertRowBlocks = 128;  // blocks that share one expert's rows
+constexpr int kExpertRowBlocks = 128;     // that share one expert's rows; of rows wide enough for two blocks,
+constexpr int kWideExpertRowBlocks = 32;  // these: a block's look at masked_m is then paid for by several rows
 
 struct SiluMulQuantPlan {
     int groups_per_block;
     int blocks_per_row;
     int threads;
+    int expert_row_blocks;
 };
 
 // `groups` = intermediate / 128. The blocks of a row are equally wide, in whole warps.
 constexpr SiluMulQuantPlan silu_mul_quant_plan(int groups) {
-    if (groups == 0) return {0, 0, 0};
+    if (groups == 0) return {0, 0, 0, 0};
     const int blocks = (groups + kMaxGroupsPerBlock - 1) / kMaxGroupsPerBlock;
     const int even = (groups + blocks - 1) / blocks;
     const int width = (even + kGroupsPerWarp - 1) / kGroupsPerWarp * kGroupsPerWarp;
-    return {width, blocks, width * kLanesPerGroup};
+    return {width, blocks, width * kLanesPerGroup, blocks > 1 ? kWideExpertRowBlocks : kExpertRowBlocks};
 }
 
 }  // namespace bi
