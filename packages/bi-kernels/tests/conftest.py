@@ -25,6 +25,17 @@ def _load(name: str) -> ModuleType:
 fake_vllm = _load("fake_vllm")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Not "pytest_plugins", which only the outermost conftest.py may set: all four suites may run in one go.
+    config.pluginmanager.import_plugin("bi_kernels.testing.pytest_plugin")
+
+
+@pytest.fixture(scope="session")
+def oracle() -> ModuleType:
+    """The module ``_quant_oracle.py``: with pytest's importlib mode, tests cannot import their neighbours."""
+    return _load("_quant_oracle")
+
+
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No switch set, and the registries as they were before the test."""

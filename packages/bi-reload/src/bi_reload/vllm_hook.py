@@ -127,7 +127,14 @@ def _lifecycle(method: str, replacement: str, why: str) -> Patch:
 PLAN = HookPlan(
     package="bi-reload",
     import_name="bi_reload",
-    requires_native=("bi_reload::mhc_pre", "bi_reload::mhc_post", "bi_reload::padded_copy_", "bi_reload::fingerprint"),
+    requires_native=(
+        "bi_reload::mhc_pre",
+        "bi_reload::mhc_pre_broadcast",
+        "bi_reload::mhc_post",
+        "bi_reload::mhc_head",
+        "bi_reload::padded_copy_",
+        "bi_reload::fingerprint",
+    ),
     patches=(
         _mhc(
             _MODEL,

@@ -80,7 +80,8 @@ def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> to
     # two float32. Among the subnormals that may be any pattern of bits; zero is exact.
     doubtful = _is_middle(s) | ((s.abs() < _SMALLEST_NORMAL) & (s != 0))
     if bool(doubtful.any()):
-        s = _round_to_odd(s, _two_sum_error(p, addend, s))
+        p, addend, found = p.expand_as(s)[doubtful], addend.expand_as(s)[doubtful], s[doubtful]
+        s[doubtful] = _round_to_odd(found, _two_sum_error(p, addend, found))
     return s.float()
 
 
@@ -91,8 +92,10 @@ def _horner(x: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
     for coefficient in coefficients[1:]:
         c = torch.full((), _f32(coefficient), dtype=torch.float64, device=x.device)
         s = torch.addcmul(c, p, x64)  # p * x64 is exact, so it does not matter whether this fuses
-        if bool(_is_middle(s).any()):
-            s = _round_to_odd(s, _two_sum_error(p * x64, c, s))
+        middle = _is_middle(s)
+        if bool(middle.any()):
+            found = s[middle]
+            s[middle] = _round_to_odd(found, _two_sum_error(p[middle] * x64[middle], c, found))
         p = s.float().double()
     return p.float()
 

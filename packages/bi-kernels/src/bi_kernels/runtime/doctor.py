@@ -223,7 +223,7 @@ def _plan_rows(plan: hooks.HookPlan) -> Iterator[Row]:
     version = public_version(distribution_version("vllm") or "")
     known = release_prefix(version) in plan.vllm
     blockers = [blocker for blocker in hooks.patch_blockers(plan) if blocker.subject != "vllm"]  # among the versions
-    for patch in plan.patches_for(version) if known else plan.patches:
+    for patch in plan.patches_for(version if known else plan.vllm[0]):
         subject = f"{plan.package}: {patch.target}"
         mine = [blocker for blocker in blockers if blocker.subject == subject]
         blockers = [blocker for blocker in blockers if blocker.subject != subject]

@@ -415,7 +415,7 @@ def patch_blockers(plan: HookPlan) -> list[Blocker]:
     version = public_version(distribution_version("vllm") or "")
     supported = " or ".join(f"{prefix}.x" for prefix in plan.vllm)
     blockers: list[Blocker] = []
-    patches = plan.patches
+    patches = plan.patches_for(plan.vllm[0])  # without a known vLLM, those of the first supported release
     if not version:
         blockers.append(Blocker("vllm", supported, "not installed", "Install vllm 0.26.0."))
     elif release_prefix(version) not in plan.vllm:
@@ -611,3 +611,9 @@ def _prepare_oot(patch: Patch, original: Any, replacement: Any) -> Callable[[], 
 def _apply_error(patch: Patch, expected: str, found: str) -> HookError:
     blocker = Blocker(patch.target, expected, found, "Another plugin may have edited vLLM; remove it.")
     return HookError("a hook does not fit the module that vLLM imported", [blocker])
+
+
+if __name__ == "__main__":
+    from .ledger import main
+
+    sys.exit(main())

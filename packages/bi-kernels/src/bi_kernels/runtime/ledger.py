@@ -1,12 +1,11 @@
 """The hook tables of the installed packages as Markdown: what is edited in vLLM, why, and when the edit goes.
 
-Command line: ``python -m bi_kernels.runtime.ledger [--package bi-reload ...]``
+Command line: ``python -m bi_kernels.runtime.hooks --ledger [--package bi-reload ...]``
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,14 +30,11 @@ def ledger(plan: HookPlan) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the ledgers of the packages that are installed."""
-    parser = argparse.ArgumentParser(prog="python -m bi_kernels.runtime.ledger", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bi_kernels.runtime.hooks", description=main.__doc__)
+    parser.add_argument("--ledger", action="store_true", required=True, help="print the tables as Markdown")
     parser.add_argument("--package", action="append", choices=tuple(PACKAGES), help="repeatable; default: all four")
     for package in parser.parse_args(argv).package or PACKAGES:
         plan = load_plan(package)
         if plan is not None:
             print(f"## {package}\n\n{ledger(plan)}\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
