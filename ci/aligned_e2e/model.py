@@ -231,9 +231,7 @@ class DeepseekV4(nn.Module):
         pooled = rms_norm(pooled, part.norm.weight, self.config.rms_norm_eps)
         return done, rope(pooled, self.ropes[ratio], batch.positions[done] // ratio * ratio)
 
-    def _select(
-        self, n: int, x: torch.Tensor, low: torch.Tensor, batch: Batch, cache: LayerCache
-    ) -> torch.Tensor:
+    def _select(self, n: int, x: torch.Tensor, low: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
         """The indexer: the ``index_topk`` best compressed entries of each row, ascending, -1 padded."""
         c, indexer = self.config, self.layer(n).attn.indexer
         q = self._linear(low, indexer.wq_b).unflatten(-1, (c.index_heads, c.index_head_dim))

@@ -173,9 +173,7 @@ class RolloutEngine:
         waiting.appendleft(run)
         self.plan.preemptions += 1
 
-    def _step(
-        self, parts: list[tuple[_Running, int]], running: list[_Running], on_token: Callable[[], None]
-    ) -> None:
+    def _step(self, parts: list[tuple[_Running, int]], running: list[_Running], on_token: Callable[[], None]) -> None:
         decodes = sum(rows == 1 for _, rows in parts)
         batch = Batch(
             [(run.tables, run.computed, rows) for run, rows in parts], self.deployment, decode_requests=decodes
