@@ -110,7 +110,7 @@ def _in_blocks(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Te
 
     @functools.wraps(fn)
     def blocked(x: torch.Tensor) -> torch.Tensor:
-        if x.numel() <= _BLOCK:
+        if x.numel() <= _BLOCK or x.device.type != "cpu":
             return fn(x)
         flat = x.reshape(-1)
         return torch.cat([fn(flat[i : i + _BLOCK]) for i in range(0, len(flat), _BLOCK)]).view(x.shape)
