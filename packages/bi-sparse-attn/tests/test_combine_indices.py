@@ -35,7 +35,7 @@ def tokens(draw: st.DrawFn, ratio: int, window: int, k: int, rows: int) -> tuple
     return entries, position, draw(st.integers(0, max(0, position - window + 1)))
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from([0, 4, 128]), st.sampled_from([1, 8, 128]), st.integers(0, 6), st.integers(0, 1000))
 def test_equals_the_oracle(data: st.DataObject, ratio: int, window: int, k: int, offset: int) -> None:
     batch = data.draw(st.lists(tokens(ratio, window, k, 12), max_size=5))

@@ -65,7 +65,7 @@ def problems(draw: st.DrawFn) -> tuple[list[list[float]], list[int], list[int], 
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(problems())
 def test_equals_the_oracle(problem: tuple[list[list[float]], list[int], list[int], int]) -> None:
     rows, starts, ends, top_k = problem
