@@ -6,7 +6,12 @@ from .runtime.native import NativeLibrary
 
 __all__ = ["NATIVE", "native_available"]
 
-NATIVE = NativeLibrary(package="bi-kernels", import_name="bi_kernels", namespace="bi_kernels")
+NATIVE = NativeLibrary(
+    package="bi-kernels",
+    import_name="bi_kernels",
+    namespace="bi_kernels",
+    ops=("fused_silu_mul_per_token_group_quant",),
+)
 
 
 def native_available() -> bool:

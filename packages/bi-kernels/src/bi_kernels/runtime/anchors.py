@@ -341,10 +341,7 @@ def _text(source: Source, module: str, path: tuple[str, ...], depth: int) -> str
             nodes: list[ast.stmt] = [node]
             for name in rest:
                 nodes = [
-                    found
-                    for owner in nodes
-                    if isinstance(owner, ast.ClassDef)
-                    for found in _bindings(owner.body, name)
+                    found for owner in nodes if isinstance(owner, ast.ClassDef) for found in _bindings(owner.body, name)
                 ]
             pieces += [_segment(lines, found) for found in nodes]
     return "\n".join(pieces) if pieces else None

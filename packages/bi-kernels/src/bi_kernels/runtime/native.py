@@ -181,7 +181,7 @@ class NativeLibrary:
 
         _import_ops(self.import_name)
         try:
-            torch.ops.load_library(str(path))
+            torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
         except Exception as error:  # the dynamic loader's reason arrives as OSError, torch adds context around it
             return [Blocker(subject, f"{path} to load", _reason(error), f"{rebuild} Then compare the torch versions.")]
         self._loaded_from = path
@@ -297,11 +297,11 @@ def _import_ops(import_name: str) -> None:
 
 
 def _has_cuda_kernel(op: str) -> bool:
-    from .library import has_cuda_kernel
-
     try:
+        from .library import has_cuda_kernel
+
         return has_cuda_kernel(op)
-    except RuntimeError:  # the dispatcher's answer for an op that nobody has declared
+    except (ImportError, RuntimeError):  # no torch; or the dispatcher's answer for an op that nobody has declared
         return False
 
 

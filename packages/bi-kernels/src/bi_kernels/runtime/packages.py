@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "PACKAGES",
@@ -18,6 +19,7 @@ __all__ = [
     "package_directories",
     "public_version",
     "release_prefix",
+    "resolve",
 ]
 
 PACKAGES = {
@@ -84,3 +86,9 @@ def release_prefix(version: str) -> str:
     """The first two numbers of a version (``"0.26"``), or the whole text if it does not start like one."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return f"{match[1]}.{match[2]}" if match else version
+
+
+def resolve(reference: str) -> Any:
+    """Import the object named by ``"package.module:attribute"``."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -5,15 +5,17 @@ Static: read from the environment alone, in processes that must not initialise C
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import Blocker
 from .mode import PARTIAL, SWITCH
-from .packages import PACKAGES, distribution_version, installed_version, public_version, release_prefix
+from .packages import PACKAGES, distribution_version, installed_version, module_file, public_version, release_prefix
 
-__all__ = ["REFUSED", "SETTINGS", "Refusal", "environment_blockers", "setting_blocker"]
+__all__ = ["SETTINGS", "Refusal", "environment_blockers", "refusals", "setting_blocker"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,33 +25,22 @@ class Refusal:
     Attributes:
         feature: What is refused.
         reason: Why.
+        owner: Distribution name of the package that refuses it, in ``REFUSED_SETTINGS`` of its ``vllm_hook``.
     """
 
     feature: str
     reason: str
+    owner: str
 
 
-REFUSED = (
-    Refusal("tensor parallel size > 1", "its all-reduce rounds per-rank partial sums to bf16; use DP = EP, TP 1"),
-    Refusal("pipeline parallel size > 1", "never tested for equal bits; use DP = EP, PP 1"),
-    Refusal(
-        "all-to-all backends other than DeepEP low latency and BI_EP_TRANSPORT=nccl",
-        "all-gather/reduce-scatter rounds per-rank partial sums to bf16, and the others have no fixed combine order",
-    ),
-    Refusal("MTP and DSpark speculation", "draft rows take another top-k and attention path than verified ones"),
-    Refusal("LoRA", "its kernels choose their split of K from the batch"),
-    Refusal("EPLB", "it moves experts between slots while requests run"),
-    Refusal("DBO (micro-batching)", "it cuts the batch by its size and doubles the dispatch handles"),
-    Refusal("DCP and PCP", "they split one row's attention over ranks and merge the parts by rank"),
-    Refusal("FP4 indexer cache", "its scores have other bits than the FP8 cache's, and the selector is not tested there"),
-    Refusal("mega-MoE", "one fused kernel whose tiles follow the batch; it bypasses capacity, quantiser and combine"),
-    Refusal("FP4 experts on Hopper", "DeepGEMM has no such kernel there, and the Marlin and Humming ones are others"),
-    Refusal("FlashInfer DSv4 attention", "it is not the attention that these hooks make invariant"),
-    Refusal("SM120", "no arithmetic is specified for it"),
-    Refusal("float32 head", "its logits go through a cuBLAS call that is not row-invariant by contract"),
-    Refusal("disable_hybrid_kv_cache_manager", "the cache layout that the gather reads needs the hybrid manager"),
-)
-"""Refused for now. What depends on the model's configuration is refused when the model is built."""
+def refusals() -> tuple[Refusal, ...]:
+    """``REFUSED_SETTINGS`` of every installed package, judged when a model is built because they depend on it."""
+    return tuple(
+        refusal
+        for import_name in PACKAGES.values()
+        if module_file(f"{import_name}.vllm_hook") is not None
+        for refusal in importlib.import_module(f"{import_name}.vllm_hook").REFUSED_SETTINGS
+    )
 
 
 def environment_blockers() -> list[Blocker]:
@@ -127,7 +118,7 @@ SETTINGS = {
 }
 """Environment variable to what is accepted, and what to do otherwise. All that aligned mode looks at."""
 
-_CHECKS = {
+_CHECKS: dict[str, Callable[[str | None], bool]] = {
     SWITCH: _is_integer_or_unset,
     PARTIAL: lambda value: value in (None, "0", "1"),
     "VLLM_PLUGINS": _plugins_include_us,

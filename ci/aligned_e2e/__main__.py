@@ -1,0 +1,39 @@
+"""``python -m aligned_e2e --profile cpu``: rollout, actor and reload on this machine; exit 1 on any difference."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+
+from rich.console import Console
+
+from . import cpu
+from .report import Report
+
+_PROFILES = {"cpu": cpu.run}
+_OUTPUT = pathlib.Path("build") / "aligned_e2e" / "report.json"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a profile, print its table and write its report."""
+    parser = argparse.ArgumentParser(prog="aligned_e2e", description=__doc__)
+    parser.add_argument("--profile", choices=("cpu", "h100", "h200", "gb200"), default="cpu")
+    parser.add_argument("--output", type=pathlib.Path, default=_OUTPUT, help="where the report goes")
+    arguments = parser.parse_args(argv)
+    console = Console()
+    if arguments.profile not in _PROFILES:
+        console.print(
+            f"profile {arguments.profile}: expected a Hopper or Blackwell machine with vLLM 0.26.0 and the CUDA kernels "
+            "of all four packages; these are not part of this release. Run --profile cpu."
+        )
+        return 2
+    report: Report = _PROFILES[arguments.profile](console)
+    report.write(arguments.output)
+    report.print(console)
+    console.print(f"report: {arguments.output}")
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The actor side: one packed forward over finished sequences, with its own loop and its own pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+import bi_kernels as bk
+
+from .config import Deployment
+from .model import DeepseekV4
+from .paged import Batch, BlockTables, Caches
+
+__all__ = ["recompute_logprobs"]
+
+
+def recompute_logprobs(
+    model: DeepseekV4, deployment: Deployment, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[torch.Tensor]:
+    """Logprobs of the response tokens, as a trainer computes them.
+
+    Args:
+        model: The actor's own model.
+        deployment: Page sizes and capacities.
+        sequences: Prompt and response of each sequence.
+
+    Returns:
+        Per sequence, ``(len(response),)`` float32.
+    """
+    parts, tokens, rows, targets, lengths = [], [], [], [], []
+    pages = blocks = 0
+    for prompt, response in sequences:
+        inputs = [*prompt, *response][:-1]  # the last token predicts nothing that was drawn
+        tables = BlockTables()
+        more_pages, more_blocks = tables.missing(len(inputs), deployment)
+        tables.window = list(range(pages, pages + more_pages))
+        tables.blocks = list(range(blocks, blocks + more_blocks))
+        pages, blocks = pages + more_pages, blocks + more_blocks
+        first = len(tokens) + len(prompt) - 1
+        rows += range(first, first + len(response))
+        targets += response
+        lengths.append(len(response))
+        tokens += inputs
+        parts.append((tables, 0, len(inputs)))
+    caches = Caches(model.config, deployment, window_pages=pages, blocks=blocks)
+    hidden = model(torch.tensor(tokens), Batch(parts, deployment), caches)
+    logprobs = [
+        bk.selected_logprobs(model.logits(hidden[r]), t)
+        for r, t in zip(torch.tensor(rows).split(256), torch.tensor(targets).split(256), strict=True)
+    ]
+    return list(torch.cat(logprobs).split(lengths))

@@ -1,0 +1,115 @@
+"""What a run found, as JSON and as tables."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .rollout import Completion, Plan
+
+__all__ = ["Comparison", "Report", "compare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One run against one recomputation.
+
+    Attributes:
+        name: Schedule, or step of the reload.
+        tokens_compared: Generated tokens whose logprob was compared, each counted once.
+        tokens_different: Those whose logprob bits or token ids differ.
+        first_difference: Request, index and both bit patterns of the first one, or None.
+        seconds: Wall-clock time of the run.
+        plan: What the run did.
+    """
+
+    name: str
+    tokens_compared: int
+    tokens_different: int
+    first_difference: str | None
+    seconds: float
+    plan: Mapping[str, int]
+
+
+def compare(
+    name: str,
+    got: Mapping[str, Completion],
+    tokens: Mapping[str, Sequence[int]],
+    logprobs: Mapping[str, torch.Tensor],
+    seconds: float,
+    plan: Plan,
+) -> Comparison:
+    """Compare a run's tokens and logprob bits with the expected ones, token by token."""
+    compared = different = 0
+    first = None
+    for request, expected in tokens.items():
+        completion = got[request]
+        mine = torch.stack(completion.logprobs).view(torch.int32).tolist()
+        theirs = logprobs[request].view(torch.int32).tolist()
+        # A run that drew fewer or more tokens differs in every token it lacks or has too many.
+        longest = max(len(expected), len(completion.tokens))
+        compared += longest
+        for i in range(longest):
+            a = (completion.tokens[i], mine[i]) if i < len(completion.tokens) else None
+            b = (expected[i], theirs[i]) if i < len(expected) else None
+            if a != b:
+                different += 1
+                first = first or f"{request}[{i}]: (token, logprob bits) {a} against {b}"
+    return Comparison(name, compared, different, first, round(seconds, 2), asdict(plan))
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything a run has to say. Written as it is to build/aligned_e2e/report.json."""
+
+    profile: str
+    packages: dict[str, str]
+    environment: dict[str, Any]
+    model: dict[str, Any]
+    attestation: dict[str, Any]
+    schedules: list[Comparison] = field(default_factory=list)
+    reload: dict[str, Any] = field(default_factory=dict)
+    coverage: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def failures(self) -> list[str]:
+        """Why the run does not count as aligned; empty if it does."""
+        found = []
+        for row in [*self.schedules, *self.reload.get("comparisons", [])]:
+            if row.tokens_different:
+                found.append(f"{row.name}: {row.tokens_different} tokens differ, first {row.first_difference}")
+            if not row.tokens_compared:
+                found.append(f"{row.name}: nothing was compared")
+        found += [f"vacuous: {name} is {value}" for name, value in self.coverage.items() if not value]
+        if self.reload and not self.reload["ok"]:
+            found.append(f"reload: {self.reload['problems']}")
+        return found
+
+    def write(self, path: pathlib.Path) -> None:
+        """Write the report as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self) | {"failures": self.failures}, indent=2) + "\n", encoding="utf-8")
+
+    def print(self, console: Console) -> None:
+        """Print the comparison and what the runs covered."""
+        table = Table(title=f"aligned_e2e, profile {self.profile}")
+        for column in ("run", "compared", "different", "seconds", "steps", "splits", "mixed", "preempted"):
+            table.add_column(column, justify="left" if column == "run" else "right")
+        for row in [*self.schedules, *self.reload.get("comparisons", [])]:
+            shown = (row.tokens_compared, row.tokens_different, row.seconds)
+            did = (row.plan[k] for k in ("steps", "prefill_splits", "mixed_steps", "preemptions"))
+            table.add_row(row.name, *map(str, (*shown, *did)), style="red" if row.tokens_different else None)
+        console.print(table)
+        for failure in self.failures:
+            console.print(f"[red]FAILED[/red] {failure}")
+        if not self.failures:
+            total = sum(r.tokens_compared for r in [*self.schedules, *self.reload.get("comparisons", [])])
+            console.print(f"{total} generated tokens compared, 0 different, in {self.seconds:.0f} s")

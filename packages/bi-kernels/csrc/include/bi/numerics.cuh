@@ -1,0 +1,161 @@
+// Arithmetic shared by every kernel: each function repeats, operation by operation, what the Python references do.
+//
+// Only correctly rounded operations appear here, each spelled as an intrinsic, so the bits depend neither on the
+// compiler's flags nor on what surrounds the call. The same text compiles for the host (the tests evaluate it there
+// over whole input domains, without a GPU); that needs -ffp-contract=off, which the device intrinsics make moot.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#define BI_FN __device__ __forceinline__
+#else
+#include <algorithm>
+#include <cmath>
+#define BI_FN inline
+#endif
+
+namespace bi {
+
+#ifdef __CUDACC__
+BI_FN float add_rn(float a, float b) { return __fadd_rn(a, b); }
+BI_FN float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+BI_FN float div_rn(float a, float b) { return __fdiv_rn(a, b); }
+BI_FN float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+BI_FN uint32_t float_bits(float x) { return __float_as_uint(x); }
+BI_FN float bits_float(uint32_t b) { return __uint_as_float(b); }
+BI_FN float min_f(float a, float b) { return fminf(a, b); }
+BI_FN float max_f(float a, float b) { return fmaxf(a, b); }
+BI_FN uint32_t min_u(uint32_t a, uint32_t b) { return ::min(a, b); }
+BI_FN int32_t max_i(int32_t a, int32_t b) { return ::max(a, b); }
+// torch.clamp keeps NaN; fminf and fmaxf would replace it by the limit.
+BI_FN float min_nan(float a, float b) {
+    float r;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+BI_FN float max_nan(float a, float b) {
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+BI_FN uint32_t min_nan_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+BI_FN uint32_t max_nan_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+// acc + 0 * pair in both halves: a zero stays a zero until an infinity or a NaN comes, and is NaN from then on.
+BI_FN uint32_t poison_bf16x2(uint32_t pair, uint32_t acc) {
+    uint32_t r;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(0u), "r"(acc));
+    return r;
+}
+// 1 / x within one unit in the last place; subnormal results are flushed.
+BI_FN float rcp_approx(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+// Per half word, as unsigned integers.
+BI_FN uint32_t max_u16x2(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+// Two floats rounded to bfloat16, nearest even, `lo` in the low half.
+BI_FN uint32_t pack_bf16(float lo, float hi) {
+    const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
+    uint32_t b;
+    memcpy(&b, &v, sizeof(b));
+    return b;
+}
+#else
+BI_FN float add_rn(float a, float b) { return a + b; }
+BI_FN float mul_rn(float a, float b) { return a * b; }
+BI_FN float div_rn(float a, float b) { return a / b; }
+BI_FN float fma_rn(float a, float b, float c) { return std::fma(a, b, c); }
+BI_FN uint32_t float_bits(float x) {
+    uint32_t b;
+    std::memcpy(&b, &x, sizeof(b));
+    return b;
+}
+BI_FN float bits_float(uint32_t b) {
+    float x;
+    std::memcpy(&x, &b, sizeof(x));
+    return x;
+}
+BI_FN float min_f(float a, float b) { return std::fmin(a, b); }
+BI_FN float max_f(float a, float b) { return std::fmax(a, b); }
+BI_FN uint32_t min_u(uint32_t a, uint32_t b) { return std::min(a, b); }
+BI_FN int32_t max_i(int32_t a, int32_t b) { return std::max(a, b); }
+BI_FN float min_nan(float a, float b) { return std::isnan(a) ? a : std::fmin(a, b); }
+BI_FN float max_nan(float a, float b) { return std::isnan(a) ? a : std::fmax(a, b); }
+#ifndef BI_HOST_RCP
+#define BI_HOST_RCP(x) (1.0f / (x))
+#endif
+BI_FN float rcp_approx(float x) { return BI_HOST_RCP(x); }
+BI_FN uint32_t max_u16x2(uint32_t a, uint32_t b) {
+    return std::max(a & 0xffffu, b & 0xffffu) | std::max(a & 0xffff0000u, b & 0xffff0000u);
+}
+BI_FN uint32_t bf16_bits(float x) {
+    const uint32_t b = float_bits(x);
+    return std::isnan(x) ? 0x7fffu : (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+}
+BI_FN uint32_t pack_bf16(float lo, float hi) { return bf16_bits(lo) | bf16_bits(hi) << 16; }
+#endif
+
+// The two halves of a word of bfloat16, widened exactly.
+BI_FN float bf16_lo(uint32_t pair) { return bits_float(pair << 16); }
+BI_FN float bf16_hi(uint32_t pair) { return bits_float(pair & 0xffff0000u); }
+
+constexpr uint32_t kInfBits = 0x7f800000u;
+constexpr uint32_t kNaNBits = 0x7fc00000u;  // the NaN that torch writes; the GPU's own is 0x7fffffff
+
+#ifndef __CUDACC__
+BI_FN uint32_t min_nan_bf16x2(uint32_t a, uint32_t b) {
+    return pack_bf16(min_nan(bf16_lo(a), bf16_lo(b)), min_nan(bf16_hi(a), bf16_hi(b)));
+}
+BI_FN uint32_t max_nan_bf16x2(uint32_t a, uint32_t b) {
+    return pack_bf16(max_nan(bf16_lo(a), bf16_lo(b)), max_nan(bf16_hi(a), bf16_hi(b)));
+}
+#endif
+
+// 1 + exp(v), with the bits of the reference's 1.0 + exp(v) for every v that is not NaN (NaN gives 1).
+//
+// The reference scales by 2**n in two multiplications. Adding n to the exponent field is the same wherever the result
+// is normal; below 2**-25 the sum is 1 whatever exp gave, so the lower clamp may be tighter than the reference's; and
+// above, n = 128 carries a mantissa >= 1 to or past the pattern of infinity, where the min stops it. A caller that
+// knows v < 88 says kFinite and saves both upper guards.
+template <bool kFinite = false>
+BI_FN float one_plus_exp(float v) {
+    constexpr float kLog2e = 1.44269502162933349609375f;  // float32(1 / ln 2)
+    constexpr float kLn2Hi = 0.693359375f;
+    constexpr float kLn2Lo = -2.12194440e-4f;
+    constexpr float kRound = 12582912.0f;  // 1.5 * 2**23: adding it rounds to the nearest integer, ties to even
+    float c = max_f(v, -80.0f);
+    if constexpr (!kFinite) c = min_f(c, 89.0f);
+    const float shifted = add_rn(mul_rn(c, kLog2e), kRound);
+    const float n = add_rn(shifted, -kRound);
+    float r = fma_rn(n, -kLn2Hi, c);
+    r = fma_rn(n, -kLn2Lo, r);
+    float p = static_cast<float>(1.0 / 5040.0);
+    p = fma_rn(p, r, static_cast<float>(1.0 / 720.0));
+    p = fma_rn(p, r, static_cast<float>(1.0 / 120.0));
+    p = fma_rn(p, r, static_cast<float>(1.0 / 24.0));
+    p = fma_rn(p, r, static_cast<float>(1.0 / 6.0));
+    p = fma_rn(p, r, 0.5f);
+    p = fma_rn(p, r, 1.0f);
+    p = fma_rn(p, r, 1.0f);
+    // The low bits of `shifted` are n in two's complement; the shift drops everything above them.
+    uint32_t e = float_bits(p) + (float_bits(shifted) << 23);
+    if constexpr (!kFinite) e = min_u(e, kInfBits);
+    return add_rn(1.0f, bits_float(e));
+}
+
+// x / (1 + exp(-x)); NaN for NaN and for -inf.
+BI_FN float silu(float x) { return div_rn(x, one_plus_exp(-x)); }
+
+}  // namespace bi

@@ -1,0 +1,128 @@
+"""The ops of namespace ``bi_moe_deepep``: schemas, and the references as CPU implementations.
+
+Every op writes to outputs that its caller provides and returns nothing, so its fake has nothing to compute.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from bi_kernels.runtime.library import define_op
+from bi_kernels.runtime.native import require_native
+
+from ._native import NATIVE
+from .reference import combine_ordered, fp8_gemm, router, stage_tokens
+
+__all__ = ["launch"]
+
+
+def _fp8_gemm_nt(out: torch.Tensor, q: torch.Tensor, s: torch.Tensor, wq: torch.Tensor, ws: torch.Tensor) -> None:
+    fp8_gemm.fp8_gemm_nt(q, s, wq, ws, out=out)
+
+
+def _contiguous(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    s: torch.Tensor,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    m_indices: torch.Tensor,
+) -> None:
+    fp8_gemm.m_grouped_fp8_gemm_nt_contiguous(q, s, wq, ws, m_indices, out=out)
+
+
+def _masked(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    s: torch.Tensor,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    masked_m: torch.Tensor,
+) -> None:
+    fp8_gemm.m_grouped_fp8_gemm_nt_masked(q, s, wq, ws, masked_m, out=out)
+
+
+def _select_experts(
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    token_ids: torch.Tensor | None,
+    tid2eid: torch.Tensor | None,
+    renormalize: bool,
+    routed_scaling_factor: float,
+) -> None:
+    router.select_experts(
+        logits,
+        top_k=weights.shape[1],
+        bias=bias,
+        token_ids=token_ids,
+        tid2eid=tid2eid,
+        renormalize=renormalize,
+        routed_scaling_factor=routed_scaling_factor,
+        out_weights=weights,
+        out_ids=ids,
+    )
+
+
+def _stage_tokens(
+    staged_x: torch.Tensor,
+    counts: torch.Tensor,
+    slots: torch.Tensor,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    first_expert: int,
+) -> None:
+    num_local_experts, capacity = staged_x.shape[:2]
+    stage_tokens.stage_tokens(
+        x,
+        topk_ids,
+        num_experts=num_experts,
+        capacity=capacity,
+        first_expert=first_expert,
+        num_local_experts=num_local_experts,
+        out=stage_tokens.StagedTokens(staged_x, counts, slots),
+    )
+
+
+def _combine_ordered(
+    out: torch.Tensor, expert_out: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor
+) -> None:
+    combine_ordered.combine_ordered(expert_out, slots, topk_weights, out=out)
+
+
+_GEMM = "Tensor(a!) out, Tensor q, Tensor s, Tensor wq, Tensor ws"
+_OPS = {
+    schema.split("(", 1)[0]: define_op(NATIVE.namespace, schema, cpu=cpu)
+    for schema, cpu in (
+        (f"fp8_gemm_nt({_GEMM}) -> ()", _fp8_gemm_nt),
+        (f"m_grouped_fp8_gemm_nt_contiguous({_GEMM}, Tensor m_indices) -> ()", _contiguous),
+        (f"m_grouped_fp8_gemm_nt_masked({_GEMM}, Tensor masked_m) -> ()", _masked),
+        (
+            "select_experts(Tensor(a!) weights, Tensor(b!) ids, Tensor logits, Tensor? bias, Tensor? token_ids, "
+            "Tensor? tid2eid, bool renormalize, float routed_scaling_factor) -> ()",
+            _select_experts,
+        ),
+        (
+            "stage_tokens(Tensor(a!) staged_x, Tensor(b!) counts, Tensor(c!) slots, Tensor x, Tensor topk_ids, "
+            "int num_experts, int first_expert) -> ()",
+            _stage_tokens,
+        ),
+        (
+            "combine_ordered(Tensor(a!) out, Tensor expert_out, Tensor slots, Tensor topk_weights) -> ()",
+            _combine_ordered,
+        ),
+    )
+}
+
+
+def launch(name: str, out: torch.Tensor, *args: torch.Tensor | float | None) -> None:
+    """Run op ``name`` on the device of ``out``.
+
+    Raises:
+        NativeLibraryError: ``out`` is a CUDA tensor and the op has no kernel there.
+    """
+    if out.is_cuda:
+        require_native(f"{NATIVE.namespace}::{name}")
+    _OPS[name](out, *args)

@@ -1,0 +1,242 @@
+"""What bi-moe-deepep edits in vLLM, as a table, and the entry point that applies it.
+
+Standard library and :mod:`bi_kernels.runtime` only: vLLM logs and forgets an import error of a plug-in, so that an
+entry module which fails to import would leave a stock engine running with the flag on.
+"""
+
+from __future__ import annotations
+
+from bi_kernels.runtime.hooks import HookPlan, Patch, activate
+from bi_kernels.runtime.settings import Refusal
+
+__all__ = ["PLAN", "REFUSED_SETTINGS", "register"]
+
+_MOE = "vllm.model_executor.layers.fused_moe"
+_KERNEL = f"{_MOE}.modular_kernel:FusedMoEKernelModularImpl"
+_DEEP_GEMM = "vllm.utils.deep_gemm"
+_PREVIEW = "https://github.com/vllm-project/vllm/pull/54955"
+
+_SELF_TEST = "the DeepGEMM contract: the probe, and the bitwise self-test on the model's real (N, K)"
+_EXPERTS = "batch-invariant subclasses of the DeepGEMM experts, and CUDA kernel of the fused quantiser of bi-kernels"
+_STAGED = (
+    "CUDA kernels of bi_moe_deepep::stage_tokens and bi_moe_deepep::combine_ordered, and the staged dispatch over a "
+    "real transport"
+)
+
+REFUSED_SETTINGS = (
+    Refusal(
+        "tensor parallel size > 1",
+        "its all-reduce rounds per-rank partial sums to bf16, so bits follow the number of ranks; use DP = EP, TP 1",
+        "bi-moe-deepep",
+    ),
+    Refusal(
+        "pipeline parallel size > 1",
+        "equal bits across a stage boundary were never shown; use DP = EP, PP 1",
+        "bi-moe-deepep",
+    ),
+    Refusal(
+        "all-to-all backends other than DeepEP low latency and BI_EP_TRANSPORT=nccl",
+        "vLLM's all-gather/reduce-scatter rounds per-rank partial sums to bf16, and no other backend promises an order "
+        "of combination",
+        "bi-moe-deepep",
+    ),
+    Refusal(
+        "EPLB (enable_eplb)",
+        "experts change their slots while requests run, so receive slots and capacities are no constants",
+        "bi-moe-deepep",
+    ),
+    Refusal(
+        "DBO (enable_dbo)",
+        "it cuts the batch in two by its size, and the second half needs a second dispatch handle",
+        "bi-moe-deepep",
+    ),
+    Refusal(
+        "mega-MoE (moe_backend deep_gemm_mega_moe and other fused dispatch backends)",
+        "its gate changes kernels with the number of tokens, and its capacity, quantiser and order of combination are "
+        "out of reach",
+        "bi-moe-deepep",
+    ),
+    Refusal(
+        "FP4 experts on Hopper (expert_dtype fp4)",
+        "DeepGEMM has no FP4 kernel there, and Marlin and Humming are other arithmetic than a trainer's",
+        "bi-moe-deepep",
+    ),
+)
+
+
+def _backend_classes(oracle: str, replacement: str, why: str, *relies_on: str) -> Patch:
+    """One oracle's table from backend to expert classes."""
+    return Patch(
+        target=f"{_MOE}.oracle.{oracle}:backend_to_kernel_cls",
+        replacement=replacement,
+        factory=True,
+        why=why,
+        upstream=_PREVIEW,
+        remove_when="vLLM's DeepGEMM experts claim batch invariance themselves",
+        ready=False,
+        needs=_EXPERTS,
+        relies_on=(
+            f"{_MOE}.modular_kernel:FusedMoEExperts.is_supported_config",
+            f"{_MOE}.modular_kernel:FusedMoEExperts._supports_batch_invariance",
+            *relies_on,
+        ),
+    )
+
+
+def _selection(target: str, replacement: str) -> Patch:
+    """The choice of an expert backend, where the quantisation method looks it up."""
+    return Patch(
+        target=target,
+        replacement=replacement,
+        factory=True,
+        why="With the flag on vLLM takes whatever claims invariance: Triton on 0.26, Humming too on 0.33. Both are "
+        "other arithmetic than a trainer's DeepGEMM, so V4 gets DeepGEMM or stops. V4's quantisation method imports "
+        "the function by name, so its module is the place.",
+        upstream=_PREVIEW,
+        remove_when="an explicit moe_backend=deep_gemm is accepted in batch-invariant mode",
+        ready=False,
+        needs=_EXPERTS,
+    )
+
+
+def _prepare_finalize(oracle: str, replacement: str) -> Patch:
+    """The maker of dispatch and combine, where an oracle looks it up."""
+    return Patch(
+        target=f"{_MOE}.oracle.{oracle}:maybe_make_prepare_finalize",
+        replacement=replacement,
+        factory=True,
+        why="On Hopper DeepEP's low-latency dispatch quantises by other scales than the local path, and a chunk beyond "
+        "its capacity cannot be sent; every other backend rounds per rank and is refused, or replaced where "
+        "BI_EP_TRANSPORT=nccl asks for it. vLLM binds the class DeepEPLLPrepareAndFinalize only where DeepEP is "
+        "installed, so its maker is the place, and returns a subclass.",
+        upstream=f"{_PREVIEW}; https://github.com/deepseek-ai/DeepEP/pull/743",
+        remove_when="vLLM dispatches at a fixed capacity, with scales equal to the local path's",
+        ready=False,
+        needs=_STAGED,
+        relies_on=(
+            f"{_MOE}.all2all_utils:get_ep_all2all_manager",
+            f"{_MOE}.prepare_finalize.deepep_ll:DeepEPLLPrepareAndFinalize",
+        ),
+    )
+
+
+PLAN = HookPlan(
+    package="bi-moe-deepep",
+    import_name="bi_moe_deepep",
+    requires_native=("bi_moe_deepep::stage_tokens", "bi_moe_deepep::combine_ordered", "bi_kernels::fixed_order_mm"),
+    patches=(
+        Patch(
+            target=f"{_DEEP_GEMM}:supports_deep_gemm_batch_invariance",
+            replacement="bi_moe_deepep.vllm_publish:supports_deep_gemm_batch_invariance",
+            kind="publish",
+            why="A trainer written for the preview asks by this name whether DeepGEMM may be used; vLLM lacks it.",
+            upstream=f"{_PREVIEW}; https://github.com/sgl-project/DeepGEMM/pull/73",
+            remove_when="vLLM ships the function",
+            ready=False,
+            needs=_SELF_TEST,
+            relies_on=(
+                f"{_DEEP_GEMM}:_import_deep_gemm",
+                f"{_DEEP_GEMM}:_lazy_init",
+                f"{_DEEP_GEMM}:fp8_gemm_nt",
+                f"{_DEEP_GEMM}:fp8_m_grouped_gemm_nt_masked",
+                f"{_DEEP_GEMM}:m_grouped_fp8_gemm_nt_contiguous",
+                f"{_DEEP_GEMM}:mk_alignment_scope",
+            ),
+        ),
+        Patch(
+            target=f"{_DEEP_GEMM}:enable_deep_gemm_batch_invariance",
+            replacement="bi_moe_deepep.vllm_publish:enable_deep_gemm_batch_invariance",
+            kind="publish",
+            why="The trainer turns the contract on by this name, or expects an error; vLLM lacks it.",
+            upstream=f"{_PREVIEW}; https://github.com/sgl-project/DeepGEMM/pull/73",
+            remove_when="vLLM ships the function",
+            ready=False,
+            needs=_SELF_TEST,
+        ),
+        _backend_classes(
+            "fp8",
+            "bi_moe_deepep.vllm_experts:fp8_backend_classes",
+            "DeepGEMM experts do not claim invariance, so vLLM drops them when the flag is on, and the masked ones "
+            "size their GEMM from the tokens of the live batch (estimate_expected_m). The oracle asks this function "
+            "for candidates, which is where subclasses with a constant capacity can enter.",
+            f"{_MOE}.deep_gemm_utils:compute_aligned_M_and_alignment",
+            f"{_MOE}.deep_gemm_utils:deepgemm_moe_permute",
+            f"{_MOE}.deep_gemm_utils:ep_gather",
+            f"{_MOE}.deep_gemm_utils:ep_scatter",
+            f"{_MOE}.experts.batched_deep_gemm_moe:BatchedDeepGemmExperts",
+            f"{_MOE}.experts.deep_gemm_moe:DeepGemmExperts",
+            f"{_MOE}.experts.triton_deep_gemm_moe:TritonOrDeepGemmExperts",
+        ),
+        _backend_classes(
+            "mxfp4",
+            "bi_moe_deepep.vllm_experts:mxfp4_backend_classes",
+            "No FP4 expert class claims invariance, so V4 with FP4 experts does not start on 0.26, and on 0.33 may get "
+            "Humming; on Blackwell the DeepGEMM class can be made to hold the contract.",
+            f"{_MOE}.experts.deep_gemm_moe:DeepGemmFP4Experts",
+        ),
+        _selection(
+            "vllm.model_executor.layers.quantization.fp8:select_fp8_moe_backend",
+            "bi_moe_deepep.vllm_experts:select_fp8_backend",
+        ),
+        _selection(
+            "vllm.model_executor.layers.quantization.mxfp4:select_deepseek_v4_mxfp4_moe_backend",
+            "bi_moe_deepep.vllm_experts:select_mxfp4_backend",
+        ),
+        Patch(
+            target=f"{_MOE}.router.gate_linear:GateLinear",
+            replacement="bi_moe_deepep.vllm_router:gate_linear_class",
+            factory=True,
+            kind="oot_pluggable_layer",
+            why="The router's GEMM is another kernel up to 16 tokens and a cuBLAS choice by M above; on 0.33 with the "
+            "flag on it is invariant, but rounds the logits to bf16, where ties between experts become common.",
+            upstream=f"{_PREVIEW}; https://github.com/vllm-project/vllm/pull/47410",
+            remove_when="GateLinear gives fp32 logits with one reduction order for every M",
+            ready=False,
+            needs="CUDA kernel of bi_kernels::fixed_order_mm, and the GateLinear subclass that calls it",
+            relies_on=(
+                f"{_MOE}.router.dsv4_topk:can_use_dsv4_topk",
+                f"{_MOE}.router.dsv4_topk:dsv4_topk",
+                f"{_MOE}.router.fused_topk_bias_router:fused_topk_bias",
+            ),
+        ),
+        _prepare_finalize("fp8", "bi_moe_deepep.vllm_dispatch:make_fp8_prepare_finalize"),
+        _prepare_finalize("mxfp4", "bi_moe_deepep.vllm_dispatch:make_mxfp4_prepare_finalize"),
+        Patch(
+            target=f"{_KERNEL}.apply",
+            replacement="bi_moe_deepep.vllm_dispatch:staged_apply",
+            factory=True,
+            why="Slices of fixed capacity need dispatch, experts and combine together in one loop of constant length, "
+            "with the shared experts launched once on the whole input; only this method spans all three. The stock "
+            "finalize would run the shared experts once per slice, and its own assertion stops the second.",
+            upstream=_PREVIEW,
+            remove_when="vLLM stages low-latency dispatch at a fixed capacity",
+            ready=False,
+            needs=_STAGED,
+            relies_on=(
+                f"{_KERNEL}._allocate_buffers",
+                f"{_KERNEL}._finalize",
+                f"{_KERNEL}._fused_experts",
+                f"{_KERNEL}._maybe_apply_shared_experts",
+                f"{_KERNEL}._prepare",
+                f"{_MOE}.runner.moe_runner:MoERunner._forward_impl",
+                f"{_MOE}.runner.shared_experts:SharedExperts",
+            ),
+        ),
+    ),
+)
+
+
+def register() -> None:
+    """Apply :data:`PLAN`; the ``vllm.general_plugins`` entry point.
+
+    vLLM calls this in the front end, the engine core, every worker and the model-inspection process, some of which
+    must not initialise CUDA and none of which knows the model yet. So only static facts are checked here: versions,
+    anchors, native libraries, environment. Architecture and settings are checked when a V4 model is built, and only
+    there does ``BI_PARTIAL=1`` (fewer than four packages, for work on one of them) make a difference.
+
+    With ``VLLM_BATCH_INVARIANT`` unset or 0 nothing is imported and nothing changes. A second call does nothing.
+
+    Raises:
+        HookError: The flag is on and something is missing. Lists every blocker with its remedy; vLLM is untouched.
+    """
+    activate(PLAN)

@@ -1,0 +1,14 @@
+"""The compiled library of bi-reload."""
+
+from __future__ import annotations
+
+from bi_kernels.runtime.native import NativeLibrary
+
+__all__ = ["NATIVE", "native_available"]
+
+NATIVE = NativeLibrary(package="bi-reload", import_name="bi_reload", namespace="bi_reload")
+
+
+def native_available() -> bool:
+    """Whether the compiled library of bi-reload is loaded and complete."""
+    return NATIVE.available()

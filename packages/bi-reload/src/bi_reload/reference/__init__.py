@@ -1,0 +1,1 @@
+"""The bit-level specification of every op, in plain torch."""

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("bi-reload", derandomize=True, deadline=None, max_examples=60)
+settings.load_profile("bi-reload")
+
+
+class MhcWeights(NamedTuple):
+    fn: torch.Tensor
+    scale: torch.Tensor
+    base: torch.Tensor
+
+
+@pytest.fixture
+def mhc_weights() -> Callable[..., MhcWeights]:
+    """Weights of one mHC site, of the size that a trained model has: gates neither shut nor saturated."""
+
+    def make(k: int, rows: int = 24, scales: int = 3) -> MhcWeights:
+        g = torch.Generator().manual_seed(k)
+        return MhcWeights(
+            torch.randn(rows, k, generator=g) * k**-0.5,
+            torch.rand(scales, generator=g) + 0.5,
+            torch.randn(rows, generator=g),
+        )
+
+    return make
+
+
+@pytest.fixture
+def mhc_settings() -> dict[str, float]:
+    return {"rms_eps": 1e-6, "hc_eps": 1e-6, "norm_eps": 1e-6}

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bi_kernels.runtime.errors import ArgumentError
+from bi_kernels.testing import assert_bitwise_equal
+from bi_reload import MhcPre, MhcPreBroadcast, mhc_num_splits, mhc_pre, mhc_pre_broadcast
+
+U = 2.0**-24  # unit roundoff of float32
+U_BF16 = 2.0**-8
+SECOND_ORDER = 1.001  # the bounds below drop products of roundoffs
+
+Weights = Callable[..., Any]
+Settings = dict[str, float]
+
+
+def truth(flat: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor, iters: int) -> Any:
+    """mHC's gates in float64, and bounds on the float32 op's errors: pre, post, comb, each ``(value, bound)``.
+
+    Forward error analysis; every constant counts roundings. Sinkhorn: with comb = diag(r) A diag(c), one half-step maps
+    c to 1 / (A^T r + ...), which is monotone and homogeneous, so it does not expand max |log(c / c')|. Errors of the 2
+    * iters - 1 half-steps (three additions, eps, its addition, a division: 6 roundings) therefore add up, and reach an
+    element through A, r and c: a factor of 3.
+    """
+    k = flat.shape[1]
+    splits = mhc_num_splits(k)
+    depth = math.ceil(math.log2(k / splits + 64))
+    x, w = flat.double(), fn.double()
+    product, magnitude = x @ w.T, x.abs() @ w.abs().T
+    inverse = 1 / (x.square().mean(1, keepdim=True) + 1e-6).sqrt()
+    mixes = product * inverse
+    mix_error = splits * U * magnitude * inverse + mixes.abs() * ((depth + splits + 2) / 2 + 3) * U
+    factor = scale.double().repeat_interleave(torch.tensor([4, 4, 16]))
+    logits = mixes * factor + base.double()
+    logit_error = factor * mix_error + U * (mixes * factor).abs() + U * logits.abs()
+    gates = torch.sigmoid(logits[:, :8])
+    gate_error = logit_error[:, :8] / 4 + 4 * U * gates
+    pre, post = gates[:, :4] + 1e-6, gates[:, 4:] * 2
+    pre_error, post_error = gate_error[:, :4] + U * pre, gate_error[:, 4:] * 2 + U * post
+
+    comb_logits = logits[:, 8:].unflatten(1, (4, 4))
+    comb = torch.softmax(comb_logits, -1) + 1e-6
+    comb = comb / (comb.sum(-2, keepdim=True) + 1e-6)
+    for _ in range(iters - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + 1e-6)
+        comb = comb / (comb.sum(-2, keepdim=True) + 1e-6)
+    spread = comb_logits.amax((1, 2)) - comb_logits.amin((1, 2))
+    start = 2 * (2 * logit_error[:, 8:].amax(1) + U * spread + 2 * U) + 5 * U
+    comb_error = comb * (3 * (start + (2 * iters - 1) * 6 * U))[:, None, None]
+    bounds = [SECOND_ORDER * e for e in (pre_error, post_error, comb_error)]
+    return list(zip((pre, post, comb), bounds, strict=True))
+
+
+def check_gates(result: MhcPre | MhcPreBroadcast, streams: torch.Tensor, gates: Any) -> None:
+    (pre, pre_error), (post, post_error), (comb, comb_error) = gates
+    assert ((result.post_mix.double() - post).abs() <= post_error).all()
+    assert ((result.comb_mix.double() - comb).abs() <= comb_error).all()
+    value = (pre[:, :, None] * streams.double()).sum(1)
+    error = ((pre_error + pre * 4 * U)[:, :, None] * streams.double().abs()).sum(1)
+    rounding = U_BF16 * (value.abs() + error)
+    assert ((result.layer_input.double() - value).abs() <= SECOND_ORDER * (error + rounding)).all()
+
+
+@pytest.mark.parametrize("hidden", [128, 320, 1024])
+@pytest.mark.parametrize("iters", [1, 2, 20])
+def test_within_bound_of_float64(mhc_weights: Weights, mhc_settings: Settings, hidden: int, iters: int) -> None:
+    residual = torch.randn(21, 4, hidden).bfloat16()
+    weights = mhc_weights(4 * hidden)
+    result = mhc_pre(residual, *weights, norm_weight=None, sinkhorn_iters=iters, **mhc_settings)
+    check_gates(result, residual, truth(residual.flatten(1), *weights, iters))
+
+
+@pytest.mark.parametrize("hidden", [128, 192, 1024])
+def test_broadcast_within_bound_of_float64(mhc_weights: Weights, mhc_settings: Settings, hidden: int) -> None:
+    x = torch.randn(21, hidden).bfloat16()
+    weights = mhc_weights(hidden)
+    result = mhc_pre_broadcast(x, *weights, norm_weight=None, **mhc_settings)
+    assert_bitwise_equal(result.residual, x[:, None].repeat(1, 4, 1))
+    check_gates(result, result.residual, truth(x, *weights, 20))
+
+
+def test_comb_is_doubly_stochastic(mhc_weights: Weights, mhc_settings: Settings) -> None:
+    residual = torch.randn(9, 4, 128).bfloat16()
+    comb = mhc_pre(residual, *mhc_weights(512), norm_weight=None, **mhc_settings).comb_mix.double()
+    assert (comb > 0).all()
+    assert ((comb.sum(1) - 1).abs() < 4 * 1e-6 + 8 * U).all()  # the last step divides columns by their sum plus eps
+
+
+def test_norm_is_that_of_the_rounded_value(mhc_weights: Weights, mhc_settings: Settings) -> None:
+    residual = torch.randn(21, 4, 320).bfloat16()
+    weight = torch.randn(320).bfloat16()
+    weights = mhc_weights(1280)
+    plain = mhc_pre(residual, *weights, norm_weight=None, **mhc_settings)
+    fused = mhc_pre(residual, *weights, norm_weight=weight, **mhc_settings)
+    assert_bitwise_equal(fused.post_mix, plain.post_mix)
+    assert_bitwise_equal(fused.comb_mix, plain.comb_mix)
+    y = plain.layer_input.double()
+    want = y / (y.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    roundings = (math.ceil(math.log2(320)) + 2) / 2 + 4  # sum, division and eps under a root; root, inverse, products
+    assert ((fused.layer_input.double() - want).abs() <= want.abs() * SECOND_ORDER * (U_BF16 + roundings * U)).all()
+
+
+@pytest.mark.parametrize(("k", "splits"), [(128, 2), (2048, 2), (4096, 4), (7168, 7), (16384, 16), (28672, 16)])
+def test_num_splits(k: int, splits: int) -> None:
+    assert mhc_num_splits(k) == splits
+
+
+@pytest.mark.parametrize("k", [0, 64, 100, -128])
+def test_num_splits_refuses(k: int) -> None:
+    with pytest.raises(ArgumentError, match="multiple of 64"):
+        mhc_num_splits(k)
+
+
+def test_empty_batch(mhc_weights: Weights, mhc_settings: Settings) -> None:
+    weight = torch.ones(128, dtype=torch.bfloat16)
+    result = mhc_pre(torch.empty(0, 4, 128).bfloat16(), *mhc_weights(512), norm_weight=weight, **mhc_settings)
+    assert [tuple(t.shape) for t in result] == [(0, 128), (0, 4), (0, 4, 4)]
+    x = torch.empty(0, 128).bfloat16()
+    broadcast = mhc_pre_broadcast(x, *mhc_weights(128), norm_weight=weight, **mhc_settings)
+    assert tuple(broadcast.residual.shape) == (0, 4, 128)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_non_finite_tokens_stay_alone(mhc_weights: Weights, mhc_settings: Settings, poison: float) -> None:
+    residual = torch.randn(5, 4, 128).bfloat16()
+    weight = torch.ones(128, dtype=torch.bfloat16)
+    clean = mhc_pre(residual, *mhc_weights(512), norm_weight=weight, **mhc_settings)
+    dirty = residual.clone()
+    dirty[2, 1, 7], dirty[2, 3, 9] = poison, -poison
+    result = mhc_pre(dirty, *mhc_weights(512), norm_weight=weight, **mhc_settings)
+    for have, want in zip(result, clean, strict=True):
+        keep = torch.tensor([0, 1, 3, 4])
+        assert_bitwise_equal(have[keep], want[keep])
+    nan32 = torch.full((4,), math.nan)
+    assert_bitwise_equal(result.post_mix[2], nan32)
+    assert_bitwise_equal(result.comb_mix[2], nan32.expand(4, 4))
+    assert_bitwise_equal(result.layer_input[2], torch.full((128,), math.nan, dtype=torch.bfloat16))
+
+
+def _buffers(tokens: int, hidden: int, value: float = -7.0) -> MhcPre:
+    return MhcPre(
+        torch.full((tokens, hidden), value, dtype=torch.bfloat16),
+        torch.full((tokens, 4), value),
+        torch.full((tokens, 4, 4), value),
+    )
+
+
+def test_writes_to_the_callers_buffers(mhc_weights: Weights, mhc_settings: Settings) -> None:
+    residual = torch.randn(3, 4, 128).bfloat16()
+    out = _buffers(3, 128)
+    result = mhc_pre(residual, *mhc_weights(512), norm_weight=None, out=out, **mhc_settings)
+    fresh = mhc_pre(residual, *mhc_weights(512), norm_weight=None, **mhc_settings)
+    for have, want, mine in zip(result, fresh, out, strict=True):
+        assert have is mine
+        assert_bitwise_equal(have, want)
+
+
+BAD = {
+    "residual dtype": {"residual": torch.zeros(3, 4, 128)},
+    "residual rank": {"residual": torch.zeros(3, 512).bfloat16()},
+    "residual streams": {"residual": torch.zeros(3, 2, 128).bfloat16()},
+    "residual stride": {"residual": torch.zeros(3, 4, 256).bfloat16()[..., ::2]},
+    "hidden": {"residual": torch.zeros(3, 4, 100).bfloat16(), "fn": torch.zeros(24, 400), "norm_weight": None},
+    "fn dtype": {"fn": torch.zeros(24, 512).bfloat16()},
+    "fn shape": {"fn": torch.zeros(24, 511)},
+    "fn device": {"fn": torch.zeros(24, 512, device="meta")},
+    "scale": {"scale": torch.zeros(1)},
+    "base": {"base": torch.zeros(23)},
+    "norm_weight": {"norm_weight": torch.ones(128)},
+    "rms_eps": {"rms_eps": -1e-6},
+    "hc_eps": {"hc_eps": math.nan},
+    "norm_eps": {"norm_eps": 1.0},
+    "sinkhorn_iters": {"sinkhorn_iters": 0},
+    "post_mult": {"post_mult": math.inf},
+    "out shape": {"out": _buffers(4, 128)},
+    "out type": {"out": tuple(_buffers(3, 128))},
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_writes_nothing(mhc_weights: Weights, mhc_settings: Settings, case: str) -> None:
+    fn, scale, base = mhc_weights(512)
+    good: dict[str, Any] = {"residual": torch.randn(3, 4, 128).bfloat16(), "fn": fn, "scale": scale, "base": base}
+    good |= {"norm_weight": torch.ones(128, dtype=torch.bfloat16), "out": _buffers(3, 128), **mhc_settings}
+    arguments = good | BAD[case]
+    with pytest.raises(ArgumentError):
+        mhc_pre(**arguments)
+    for tensor in arguments["out"]:
+        assert_bitwise_equal(tensor, torch.full_like(tensor, -7.0))
+
+
+def test_bad_broadcast_input(mhc_weights: Weights, mhc_settings: Settings) -> None:
+    x = torch.randn(3, 128).bfloat16()
+    weights = mhc_weights(128)
+    with pytest.raises(ArgumentError, match=r"x: expected shape"):
+        mhc_pre_broadcast(x[:, None], *weights, norm_weight=None, **mhc_settings)
+    with pytest.raises(ArgumentError, match="fn_broadcast"):
+        mhc_pre_broadcast(x, *mhc_weights(512), norm_weight=None, **mhc_settings)
+    with pytest.raises(ArgumentError, match="multiple of 64"):
+        short = mhc_weights(64)
+        mhc_pre_broadcast(x[:, :64].contiguous(), *short, norm_weight=None, **mhc_settings)
+    with pytest.raises(ArgumentError, match="MhcPreBroadcast"):
+        mhc_pre_broadcast(x, *weights, norm_weight=None, out=_buffers(3, 128), **mhc_settings)  # type: ignore[arg-type]
+
+
+def test_output_may_not_overlap(mhc_weights: Weights, mhc_settings: Settings) -> None:
+    residual = torch.randn(3, 4, 128).bfloat16()
+    before = residual.clone()
+    out = _buffers(3, 128)._replace(layer_input=residual.view(12, 128)[:3])
+    with pytest.raises(ArgumentError, match="memory apart from residual"):
+        mhc_pre(residual, *mhc_weights(512), norm_weight=None, out=out, **mhc_settings)
+    assert_bitwise_equal(residual, before)
+    shared = torch.zeros(80)
+    out = _buffers(3, 128)._replace(post_mix=shared[:12].view(3, 4), comb_mix=shared[8:56].view(3, 4, 4))
+    with pytest.raises(ArgumentError, match="memory apart from post_mix"):
+        mhc_pre(residual, *mhc_weights(512), norm_weight=None, out=out, **mhc_settings)
