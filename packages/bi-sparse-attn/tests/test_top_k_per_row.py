@@ -209,7 +209,7 @@ def bad_inputs() -> dict[str, dict[str, object]]:
         "ends shape": {"row_ends": ints([8, 8, 8])},
         "ends past the columns": {"row_ends": ints([8, 9])},
         "top_k negative": {"top_k": -1},
-        "out narrower than top_k": {"top_k": 5},
+        "b37 out narrower than top_k is not resized": {"top_k": 5},
         "out dtype": {"out": torch.full((2, 4), 7, dtype=torch.int64)},
         "out rows": {"out": torch.full((3, 4), 7, dtype=torch.int32)},
         "not a tensor": {"logits": [[1.0]]},
