@@ -100,7 +100,7 @@ class DeepseekV4(nn.Module):
                     x, layer.hc_attn_fn_broadcast, layer.hc_attn_scale, layer.hc_attn_base,
                     norm_weight=layer.attn_norm.weight, **self._mhc,
                 )  # fmt: skip
-                residual = x.unsqueeze(1).expand(-1, c.hc_mult, -1).contiguous()
+                residual = pre.residual
             else:
                 residual = reload.mhc_post(x, residual, post, comb)
                 pre = self._pre(residual, layer, "attn")

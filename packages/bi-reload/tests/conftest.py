@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import settings
 
-settings.register_profile("bi-reload", derandomize=True, deadline=None, max_examples=60)
-settings.load_profile("bi-reload")
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Not "pytest_plugins", which only the outermost conftest.py may set: all four suites may run in one go.
+    config.pluginmanager.import_plugin("bi_kernels.testing.pytest_plugin")
 
 
 class MhcWeights(NamedTuple):

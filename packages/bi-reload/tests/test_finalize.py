@@ -421,6 +421,20 @@ def test_a_half_finished_reload_is_not_servable_until_a_whole_one_succeeds() -> 
     require_servable(model)
 
 
+def test_nothing_may_be_kept_after_a_failed_reload() -> None:
+    model, _ = _loaded()
+    reload = LayerwiseReload(model, manifest())
+    reload.begin()
+    reload.load_bucket({"head.weight": update(2)["head.weight"]})
+    reload.abort()
+    tensors = update(1)
+    del tensors["head.weight"]
+    with pytest.raises(ReloadError, match=r"head\.weight: may not be kept"):
+        LayerwiseReload(model, manifest(tensors), keep=["head.weight"]).begin()
+    with pytest.raises(ReloadError, match="must not be served"):
+        require_servable(model)
+
+
 def test_an_abort_before_the_first_write_leaves_the_model_servable() -> None:
     model, before = _loaded()
     reload = LayerwiseReload(model, manifest())

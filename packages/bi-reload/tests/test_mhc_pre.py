@@ -201,9 +201,9 @@ def test_bad_broadcast_input(mhc_weights: Weights, mhc_settings: Settings) -> No
         mhc_pre_broadcast(x[:, None], *weights, norm_weight=None, **mhc_settings)
     with pytest.raises(ArgumentError, match="fn_broadcast"):
         mhc_pre_broadcast(x, *mhc_weights(512), norm_weight=None, **mhc_settings)
+    short = x[:, :64].contiguous()
     with pytest.raises(ArgumentError, match="multiple of 64"):
-        short = mhc_weights(64)
-        mhc_pre_broadcast(x[:, :64].contiguous(), *short, norm_weight=None, **mhc_settings)
+        mhc_pre_broadcast(short, *mhc_weights(64), norm_weight=None, **mhc_settings)
     with pytest.raises(ArgumentError, match="MhcPreBroadcast"):
         mhc_pre_broadcast(x, *weights, norm_weight=None, out=_buffers(3, 128), **mhc_settings)  # type: ignore[arg-type]
 

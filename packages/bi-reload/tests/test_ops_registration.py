@@ -8,7 +8,7 @@ import torch
 
 from bi_kernels.runtime.errors import NativeLibraryError
 from bi_kernels.runtime.native import require_native
-from bi_reload import _ops
+from bi_reload import _ops, mhc_head, mhc_post, mhc_pre, mhc_pre_broadcast
 
 HIDDEN = 128
 
@@ -61,3 +61,16 @@ def test_missing_kernels_are_refused_by_name() -> None:
         require_native(*ops)
     for op in ops:
         assert op in str(caught.value)
+
+
+def test_no_op_makes_its_results_require_a_gradient(mhc_weights: Callable[..., Any]) -> None:
+    weights = [torch.nn.Parameter(t) for t in mhc_weights(4 * HIDDEN)]
+    residual = torch.randn(2, 4, HIDDEN).bfloat16().requires_grad_()
+    settings = {"norm_weight": None, "rms_eps": 1e-6, "hc_eps": 1e-6, "norm_eps": 1e-6}
+    pre = mhc_pre(residual, *weights, **settings)
+    broadcast = mhc_pre_broadcast(
+        residual[:, 0].contiguous(), weights[0][:, :HIDDEN].contiguous(), *weights[1:], **settings
+    )
+    post = mhc_post(residual[:, 0].contiguous(), residual, pre.post_mix, pre.comb_mix)
+    head = mhc_head(residual, weights[0][:4], weights[1][:1], weights[2][:4], rms_eps=1e-6, hc_eps=1e-6)
+    assert not any(t.requires_grad for t in (*pre, *broadcast, post, head))

@@ -31,7 +31,7 @@ def test_op_wins_over_its_module(name: str) -> None:
 
 
 def test_changelog_names_this_version() -> None:
-    heading = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    heading = re.search(r"^## \[(\S+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert heading is not None
     assert heading[1] == bi_reload.__version__
 

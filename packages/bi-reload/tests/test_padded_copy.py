@@ -78,6 +78,12 @@ BAD: dict[str, dict[str, Any]] = {
         "dst": torch.full((4, 3), -7.0).to(torch.float8_e4m3fn),
         "src": torch.ones(2, 3).to(torch.float8_e4m3fn),
     },
+    "two numbers per byte": {
+        "dst": torch.full((4, 3), 7, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "src": torch.ones(2, 3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+        "pad_value": 0.0,
+    },
+    "sparse src": {"src": torch.ones(2, 3).to_sparse()},
     "no fraction": {"dst": torch.full((4, 3), -7), "src": torch.ones(2, 3).long(), "pad_value": 0.5},
     "integer range": {"dst": torch.full((4, 3), -7).char(), "src": torch.ones(2, 3).char(), "pad_value": 128},
     "bool": {"dst": torch.ones(4, 3).bool(), "src": torch.ones(2, 3).bool(), "pad_value": 2},
@@ -88,10 +94,12 @@ BAD: dict[str, dict[str, Any]] = {
 def test_bad_input_writes_nothing(case: str) -> None:
     arguments: dict[str, Any] = {"dst": torch.full((4, 3), -7.0), "src": torch.ones(2, 3), "pad_value": -math.inf}
     arguments |= BAD[case]
-    before = arguments["dst"].clone()
+    dst = arguments["dst"]
+    data = dst.view(torch.uint8) if dst.element_size() == 1 else dst
+    before = data.clone()
     with pytest.raises(ArgumentError):
-        padded_copy_(arguments["dst"], arguments["src"], pad_value=arguments["pad_value"])
-    assert_bitwise_equal(arguments["dst"], before)
+        padded_copy_(dst, arguments["src"], pad_value=arguments["pad_value"])
+    assert_bitwise_equal(data, before)
 
 
 def test_overlap_is_refused() -> None:

@@ -137,7 +137,8 @@ class LayerwiseReload:
         model: The live model.
         manifest: The whole update: name of a parameter or persistent buffer to :class:`TensorSpec` or
             ``(dtype, shape)``. It must name every parameter and persistent buffer once.
-        keep: Names that this update leaves as they are, on purpose.
+        keep: Names that this update leaves as they are, on purpose. Not allowed after a failed reload, which may have
+            changed them.
         ledger: Addresses recorded when graphs were captured: ``begin`` and ``finish`` hold the model to them. None
             records at ``begin``, which finds what this reload moves, but not what moved before it.
     """
@@ -175,10 +176,13 @@ class LayerwiseReload:
                 "begin: expected no open reload of this model, got one that was neither finished nor aborted. "
                 "Begin once per update, not once per bucket; abort() the old one to start over."
             )
-        ledger = self._captured or AddressLedger().record(self._model)
-        problems = self._manifest_problems() + [str(difference) for difference in ledger.diff(self._model)]
+        problems = self._manifest_problems()
+        if state.broken:
+            problems += [f"{name}: may not be kept after a reload that failed half-way" for name in sorted(self._keep)]
+        if self._captured is not None:
+            problems += [str(difference) for difference in self._captured.diff(self._model)]
         _raise_all("the update does not fit the model", problems)
-        self._ledger = ledger
+        self._ledger = self._captured if self._captured is not None else AddressLedger().record(self._model)
         self._loaded.clear()
         state.owner = weakref.ref(self)
 

@@ -41,6 +41,8 @@ def mhc_head(
     Returns:
         ``(T, H)`` bfloat16. A token with NaN gets NaN (0x7fc0); other tokens are untouched.
 
+    There is no backward: results never require a gradient.
+
     Raises:
         ArgumentError: An argument is not as described. Nothing was written.
         NativeLibraryError: CUDA tensors, and no kernel for them.

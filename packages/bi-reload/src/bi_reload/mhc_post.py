@@ -37,6 +37,8 @@ def mhc_post(
     Returns:
         ``(T, 4, H)`` bfloat16: the streams after the layer. NaN is always 0x7fc0.
 
+    There is no backward: results never require a gradient.
+
     Raises:
         ArgumentError: An argument is not as described. Nothing was written.
         NativeLibraryError: CUDA tensors, and no kernel for them.

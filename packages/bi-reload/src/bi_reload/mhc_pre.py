@@ -62,6 +62,8 @@ def mhc_pre(
         :class:`MhcPre`: ``layer_input`` ``(T, H)`` bfloat16, ``post_mix`` ``(T, 4)`` and ``comb_mix`` ``(T, 4, 4)``
         float32. A token with NaN, or with infinities of both signs, gets NaN; other tokens are untouched.
 
+    There is no backward: results never require a gradient.
+
     Raises:
         ArgumentError: An argument is not as described. Nothing was written.
         NativeLibraryError: CUDA tensors, and no kernel for them.
@@ -120,6 +122,8 @@ def mhc_pre_broadcast(
 
     Returns:
         :class:`MhcPreBroadcast`: as :class:`MhcPre`, and ``residual`` ``(T, 4, H)`` bfloat16, ``x`` in every stream.
+
+    There is no backward: results never require a gradient.
 
     Raises:
         ArgumentError: An argument is not as described. Nothing was written.

@@ -7,7 +7,7 @@ import math
 import torch
 
 from bi_kernels.runtime.checks import check_tensor, check_value
-from bi_kernels.runtime.errors import ReloadError
+from bi_kernels.runtime.errors import ArgumentError, ReloadError
 from bi_kernels.runtime.native import require_native
 
 from . import _ops
@@ -21,7 +21,8 @@ def padded_copy_(dst: torch.Tensor, src: torch.Tensor, *, pad_value: float) -> N
     """Copy ``src`` into the first rows of ``dst`` and ``pad_value`` into every element of the rest. An *exact op*.
 
     Args:
-        dst: ``(N, ...)``, any dtype of 1 to 8 bytes, any strides, no two elements at one address. Keeps its address.
+        dst: ``(N, ...)``, any dtype of 1, 2, 4 or 8 bytes, any strides, no two elements at one address. It
+            keeps its address.
         src: ``(n, ...)`` with ``n <= N``; same dtype, trailing shape and device; apart from ``dst`` in memory (their
             address ranges may not even interleave). ``n = 0`` fills all of ``dst``.
         pad_value: Rounded to dst's dtype. Infinities need a dtype that has them; integer dtypes need an integer in
@@ -41,6 +42,7 @@ def padded_copy_(dst: torch.Tensor, src: torch.Tensor, *, pad_value: float) -> N
     check_tensor("dst", dst)
     check_tensor("src", src)
     for name, tensor in (("dst", dst), ("src", src)):
+        check_value(name, tensor.layout == torch.strided, "a strided tensor", tensor.layout, "Convert it.")
         if tensor.is_meta:
             raise ReloadError(f"{name}: expected real memory, got a meta tensor. Materialise it before the copy.")
     check_value("dst", dst.dim() > 0, "at least one dimension", tuple(dst.shape), "Pass dst[None] instead.")
@@ -66,7 +68,10 @@ def _bits(pad_value: float, dtype: torch.dtype) -> int:
     """The padding element's bits as a signed integer."""
     advice = "Choose a padding value of this dtype."
     if dtype.is_floating_point:
-        element = torch.tensor([pad_value], dtype=torch.float64).to(dtype)
+        try:
+            element = torch.tensor([pad_value], dtype=torch.float64).to(dtype)
+        except NotImplementedError as error:  # float4_e2m1fn_x2: two numbers per element
+            raise ArgumentError("dst", "a dtype of one number per element", str(dtype), "View it as uint8.") from error
         wrong = math.isinf(float(pad_value)) and not bool(torch.isinf(element.double()))
         check_value("pad_value", not wrong, f"a value of {dtype}, which has no infinity", pad_value, advice)
     elif dtype.is_complex:

@@ -53,7 +53,8 @@ def define_op(
     else:
         fragment.define(schema)  # type: ignore[no-untyped-call]
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", "CPU"):
-        fragment.impl(name, cpu, "CPU")  # type: ignore[no-untyped-call]
+        # Ops have no backward. Without this, one called with parameters would record its own reference's graph.
+        fragment.impl(name, torch.no_grad()(cpu), "CPU")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{namespace}::{name}", fake or _writes_only, lib=fragment, allow_override=True)
     _FRAGMENTS.append(fragment)
     return getattr(getattr(torch.ops, namespace), name).default  # type: ignore[no-any-return]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ._ieee import canonical_nan
+from bi_kernels.reference.numerics import canonical_nan
+
 from .mhc_pre import HC_MULT
 
 __all__ = ["mhc_broadcast"]

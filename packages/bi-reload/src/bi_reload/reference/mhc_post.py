@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._ieee import to_bfloat16
+from bi_kernels.reference.numerics import to_bf16
 
 __all__ = ["mhc_post"]
 
@@ -23,5 +23,5 @@ def mhc_post(x: torch.Tensor, residual: torch.Tensor, post_mix: torch.Tensor, co
         total = post_mix[tile, :, None] * x[tile, None].float()
         for j, stream in enumerate(residual[tile].unbind(1)):
             total += comb_mix[tile, j, :, None] * stream[:, None].float()
-        out[tile] = to_bfloat16(total)
+        out[tile] = to_bf16(total)
     return out

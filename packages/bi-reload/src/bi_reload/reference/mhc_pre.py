@@ -6,10 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from bi_kernels.reference.numerics import exp, mm_rn, tree_sum
+from bi_kernels.reference.numerics import canonical_nan, exp, mm_rn, to_bf16, tree_sum
 from bi_kernels.runtime.checks import check_value
-
-from ._ieee import canonical_nan, to_bfloat16
 
 __all__ = [
     "BLOCK_K",
@@ -130,9 +128,7 @@ def collapse_streams(pre: torch.Tensor, streams: list[torch.Tensor]) -> torch.Te
         pre: ``(4, T)`` float32.
         streams: Four ``(T, H)`` bfloat16.
     """
-    return to_bfloat16(
-        _add_ascending([weight[:, None] * row.float() for weight, row in zip(pre, streams, strict=True)])
-    )
+    return to_bf16(_add_ascending([weight[:, None] * row.float() for weight, row in zip(pre, streams, strict=True)]))
 
 
 def mix_and_collapse(
@@ -172,7 +168,7 @@ def mix_and_collapse(
     if norm_weight is not None:
         value = layer_input.float()
         inverse = reciprocal_rms(tree_sum(value * value), value.shape[-1], norm_eps)
-        layer_input = to_bfloat16((value * inverse[:, None]) * norm_weight.float())
+        layer_input = to_bf16((value * inverse[:, None]) * norm_weight.float())
     return MhcPre(layer_input, canonical_nan(post.t().contiguous()), canonical_nan(comb.permute(2, 0, 1).contiguous()))
 
 
