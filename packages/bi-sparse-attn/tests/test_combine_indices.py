@@ -155,6 +155,7 @@ def bad_inputs() -> dict[str, dict[str, object]]:
         "entry past compressed_rows": {"topk_indices": ints([[0, 1, -1, -1], [0, 4, -1, -1]]), "compressed_rows": 4},
         "out_indices narrow": {"out_indices": torch.full((2, 7), 7, dtype=torch.int32)},
         "out_indices dtype": {"out_indices": torch.full((2, 8), 7, dtype=torch.int64)},
+        "out_indices overlaps": {"out_indices": torch.full((1, 8), 7, dtype=torch.int32).expand(2, 8)},
         "out_lengths shape": {"out_lengths": torch.full((3,), 7, dtype=torch.int32)},
     }
 

@@ -139,6 +139,7 @@ def test_out_is_returned() -> None:
         {"row_ends": torch.zeros(6, dtype=torch.int32)},
         {"row_ends": torch.zeros(7, dtype=torch.int32, device="meta")},
         {"out": torch.full((7, 41), 5.0)},
+        {"out": torch.full((1, 40), 5.0).expand(7, 40)},
         {"out": torch.full((7, 40), 5.0, dtype=torch.float64)},
     ],
     ids=lambda change: next(iter(change)),

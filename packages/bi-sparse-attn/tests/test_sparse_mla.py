@@ -315,6 +315,7 @@ def test_the_denominator_uses_p_before_its_rounding() -> None:
         {"topk_length": torch.zeros(2, dtype=torch.int64)},
         {"topk_length": torch.zeros(3, dtype=torch.int32)},
         {"out": torch.full((2, 3, 512), 9.0)},
+        {"out": torch.full((1, 3, 512), 9.0, dtype=torch.bfloat16).expand(2, 3, 512)},
         {"out": torch.full((2, 4, 512), 9.0, dtype=torch.bfloat16)},
     ],
     ids=lambda change: next(iter(change)),

@@ -211,6 +211,7 @@ def bad_inputs() -> dict[str, dict[str, object]]:
         "top_k negative": {"top_k": -1},
         "b37 out narrower than top_k is not resized": {"top_k": 5},
         "out dtype": {"out": torch.full((2, 4), 7, dtype=torch.int64)},
+        "out overlaps": {"out": torch.full((1, 4), 7, dtype=torch.int32).expand(2, 4)},
         "out rows": {"out": torch.full((3, 4), 7, dtype=torch.int32)},
         "not a tensor": {"logits": [[1.0]]},
     }
