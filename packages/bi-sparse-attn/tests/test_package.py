@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import bi_sparse_attn
 
@@ -34,6 +38,15 @@ def test_every_export_exists() -> None:
     for name in bi_sparse_attn.__all__:
         assert getattr(bi_sparse_attn, name) is not None
     assert set(bi_sparse_attn.__all__) <= set(dir(bi_sparse_attn))
+
+
+@pytest.mark.parametrize("stem", ["combine_indices", "gather_kv", "mqa_logits", "sparse_mla", "top_k_per_row"])
+def test_references_have_the_signature_of_their_op(stem: str) -> None:
+    reference = importlib.import_module(f"bi_sparse_attn.reference.{stem}")
+    ops = [name for name in reference.__all__ if name in bi_sparse_attn.__all__ and name.islower()]
+    assert ops
+    for name in ops:
+        assert inspect.signature(getattr(reference, name)) == inspect.signature(getattr(bi_sparse_attn, name)), name
 
 
 def test_the_readme_example_runs_and_prints_what_it_says() -> None:

@@ -60,7 +60,8 @@ def quantize_and_insert_kv_(
     *Exact op.* A group with NaN or an infinity gets the scale byte 255 (NaN) and NaN codes; the other groups are as
     ever.
 
-    Source: the quantise-and-insert half of vLLM's ``fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert``.
+    Source: the last step of vLLM's ``fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert``, and its Triton twin
+    ``quantize_and_insert_k_cache``; the exponent comes from the float's bits here, not from log2.
 
     Args:
         cache: ``(blocks, at least block_size * 584)`` uint8, last dimension contiguous.
