@@ -28,16 +28,19 @@ __all__ = ["run"]
 
 PACKAGES = ("bi-kernels", "bi-sparse-attn", "bi-moe-deepep", "bi-reload")
 
-# Lengths around every boundary: pages of 64, the window of 128, blocks of 256, 4 * index_topk = 256.
-PROMPT_LENGTHS = (1, 3, 17, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300, 331, 350, 384, 400, 411, 430, 447)
-MAX_TOKENS = 92
+# Many short prompts and a few long ones, around every boundary: pages of 64, the window of 128, blocks of 256, and
+# 4 * index_topk = 256, past which top-k selects.
+SHORT = (*range(1, 10), 11, 13, 15, 16, 17, 19, 21, 23, 27, 31, 33, 39, 45, 51, 63, 64, 65, 80, 100, 127, 128, 129, 140)
+LONG = (255, 256, 257, 380, 400, 411, 420, 430, 440, 447, 455, 470)
+PROMPT_LENGTHS = (*SHORT, *LONG)
+MAX_TOKENS = 46
 
 SCHEDULES = (
-    Schedule("all together", max_num_seqs=22, max_num_batched_tokens=512),
-    Schedule("few at once", max_num_seqs=7, max_num_batched_tokens=512, order_seed=3),
-    Schedule("shuffled, EP 2", max_num_seqs=16, max_num_batched_tokens=300, order_seed=2, ep_ranks=2),
-    Schedule("small chunks", max_num_seqs=9, max_num_batched_tokens=56, order_seed=1),
-    Schedule("preempted", max_num_seqs=16, max_num_batched_tokens=256, order_seed=4, blocks=14),
+    Schedule("all together", max_num_seqs=44, max_num_batched_tokens=512),
+    Schedule("few at once", max_num_seqs=14, max_num_batched_tokens=512, order_seed=3),
+    Schedule("shuffled, EP 2", max_num_seqs=30, max_num_batched_tokens=300, order_seed=2, ep_ranks=2),
+    Schedule("small chunks", max_num_seqs=20, max_num_batched_tokens=64, order_seed=1),
+    Schedule("preempted", max_num_seqs=24, max_num_batched_tokens=256, order_seed=4, blocks=20),
 )
 
 
@@ -66,15 +69,16 @@ def run(console: Console) -> Report:
     sides = Sides(config, deployment, requests)
     with Progress(console=console) as progress, Workers(progress) as workers:
         workers.track("rollout and reload", (len(SCHEDULES) + 2) * len(requests) * MAX_TOKENS)
-        reloading = workers.submit(reload_and_serve, sides, (SCHEDULES[0], SCHEDULES[2]))
-        serving = [workers.submit(serve, sides, schedule) for schedule in SCHEDULES]
+        reloading = workers.submit(
+            "reload to new weights and back", reload_and_serve, sides, (SCHEDULES[0], SCHEDULES[2])
+        )
+        serving = [workers.submit(f"rollout, {schedule.name}", serve, sides, schedule) for schedule in SCHEDULES]
         first = workers.result(serving[0])
-        recomputing = workers.submit(recompute, sides, OLD_SEED, first.tokens)
+        recomputing = workers.submit("actor", recompute, sides, OLD_SEED, first.tokens)
         runs = [workers.result(future) for future in serving]
         reloaded = workers.result(reloading)
         expected = workers.result(recomputing).logprobs
-        progress.update(workers.task, description="actor, new weights")
-        actor = workers.result(workers.submit(recompute, sides, NEW_SEED, reloaded.new.tokens))
+        actor = workers.result(workers.submit("actor, new weights", recompute, sides, NEW_SEED, reloaded.new.tokens))
     report.schedules = [
         compare(schedule.name, run, first.tokens, expected) for schedule, run in zip(SCHEDULES, runs, strict=True)
     ]

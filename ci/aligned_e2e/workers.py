@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.queues
 import os
 import queue
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -61,9 +62,19 @@ class Workers:
         self.task = self._progress.add_task(title, total=tokens)
         return self.task
 
-    def submit(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[R]:
-        """Run a function in a worker; arguments and result cross as values."""
-        return self._pool.submit(function, *args, **kwargs)
+    def submit(
+        self, title: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+    ) -> concurrent.futures.Future[R]:
+        """Run a function in a worker; arguments and result cross as values. ``title`` is printed when it is done."""
+        started = time.monotonic()
+        future = self._pool.submit(function, *args, **kwargs)
+
+        def announce(done: concurrent.futures.Future[R]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                self._progress.console.print(f"done after {time.monotonic() - started:4.0f} s: {title}")
+
+        future.add_done_callback(announce)
+        return future
 
     def result(self, future: concurrent.futures.Future[Any]) -> Any:
         """Wait for a result, moving the bar meanwhile. Raises what the function raised."""
