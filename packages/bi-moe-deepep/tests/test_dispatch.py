@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -309,3 +311,17 @@ def test_experts_must_keep_the_shape() -> None:
 
     with pytest.raises(ArgumentError, match=r"^experts' result: "):
         InProcessTransport(1).run(program)
+
+
+def test_simulated_ranks_keep_no_tensors_between_calls() -> None:
+    transport = InProcessTransport(2)
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def program(endpoint: Transport) -> None:
+        x = torch.zeros(3, 128, dtype=torch.bfloat16)
+        kept.append(weakref.ref(x))
+        endpoint.low_latency_dispatch(x, torch.zeros(3, 1, dtype=torch.int32), 4, 2)
+
+    transport.run(program)
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]

@@ -171,7 +171,6 @@ class InProcessTransport:
             TransportError: A rank ended while others waited for it in a collective.
             BaseException: What ``program`` raised, on the lowest rank where that is not the consequence of another's.
         """
-        self._reset()
         results: list[Any] = [None] * self.world_size
         errors: dict[int, BaseException] = {}
         # torch keeps these two per thread.
@@ -190,6 +189,7 @@ class InProcessTransport:
         others = [self._threads.submit(work, rank) for rank in range(1, self.world_size)]
         work(0)
         wait(others)
+        self._reset()  # no rank's tensors outlive the call
         if errors:
             # A rank that fails leaves the others waiting: their TransportError is a consequence, not the cause.
             raise min(errors.items(), key=lambda item: (isinstance(item[1], TransportError), item[0]))[1]
