@@ -37,10 +37,9 @@ MAX_TOKENS = 46
 
 SCHEDULES = (
     Schedule("all together", max_num_seqs=44, max_num_batched_tokens=512),
-    Schedule("few at once", max_num_seqs=14, max_num_batched_tokens=512, order_seed=3),
-    Schedule("shuffled, EP 2", max_num_seqs=30, max_num_batched_tokens=300, order_seed=2, ep_ranks=2),
     Schedule("small chunks", max_num_seqs=20, max_num_batched_tokens=64, order_seed=1),
-    Schedule("preempted", max_num_seqs=24, max_num_batched_tokens=256, order_seed=4, blocks=20),
+    Schedule("few at once, EP 2", max_num_seqs=22, max_num_batched_tokens=400, order_seed=2, ep_ranks=2),
+    Schedule("preempted", max_num_seqs=26, max_num_batched_tokens=256, order_seed=3, blocks=22),
 )
 
 
