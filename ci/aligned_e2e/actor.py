@@ -28,7 +28,11 @@ def recompute_logprobs(
     Returns:
         Per sequence, ``(len(response),)`` float32.
     """
-    parts, tokens, rows, targets, lengths = [], [], [], [], []
+    parts: list[tuple[BlockTables, int, int]] = []
+    tokens: list[int] = []
+    rows: list[int] = []  # whose hidden states predict a response token
+    targets: list[int] = []
+    lengths: list[int] = []
     pages = blocks = 0
     for prompt, response in sequences:
         inputs = [*prompt, *response][:-1]  # the last token predicts nothing that was drawn

@@ -33,8 +33,8 @@ class ModelConfig:
     index_heads: int = 4
     index_head_dim: int = 128
     index_topk: int = 64
-    num_experts: int = 16
-    experts_per_token: int = 4
+    num_experts: int = 8
+    experts_per_token: int = 3
     moe_intermediate: int = 128
     routed_scaling_factor: float = 1.5
     swiglu_limit: float = 10.0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,35 +16,39 @@ from rich.console import Console
 from rich.progress import Progress
 
 import bi_kernels as bk
-import bi_reload as reload
 
-from .actor import recompute_logprobs
-from .checkpoint import make_checkpoint, perturb
 from .config import Deployment, ModelConfig
-from .model import DeepseekV4
 from .prompts import Request, load_book, make_requests
-from .report import Comparison, Report, compare
-from .rollout import Completion, Plan, RolloutEngine, Schedule
+from .report import Report, compare
+from .rollout import Plan, Schedule
+from .sides import NEW_SEED, OLD_SEED, Sides, recompute, reload_and_serve, serve
+from .workers import Workers
 
 __all__ = ["run"]
 
 PACKAGES = ("bi-kernels", "bi-sparse-attn", "bi-moe-deepep", "bi-reload")
 
-# Lengths around every boundary: pages of 64, the window of 128, blocks of 256, 4 * index_topk = 256.
-PROMPT_LENGTHS = (1, 3, 17, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300, 331, 350, 384, 400, 411, 430, 447)
-MAX_TOKENS = 92
+# Many short prompts and a few long ones, around every boundary: pages of 64, the window of 128, blocks of 256, and
+# 4 * index_topk = 256, past which top-k selects.
+SHORT = (*range(1, 10), 11, 13, 15, 16, 17, 19, 21, 23, 27, 31, 33, 39, 45, 51, 63, 64, 65, 80, 100, 127, 128, 129, 140)
+LONG = (255, 256, 257, 380, 400, 411, 420, 430, 440, 447, 455, 470)
+PROMPT_LENGTHS = (*SHORT, *LONG)
+MAX_TOKENS = 46
 
 SCHEDULES = (
-    Schedule("all together", max_num_seqs=22, max_num_batched_tokens=512),
-    Schedule("small chunks", max_num_seqs=9, max_num_batched_tokens=56, order_seed=1),
-    Schedule("shuffled, EP 2", max_num_seqs=16, max_num_batched_tokens=300, order_seed=2, ep_ranks=2),
-    Schedule("few at once", max_num_seqs=4, max_num_batched_tokens=512, order_seed=3),
-    Schedule("preempted", max_num_seqs=16, max_num_batched_tokens=256, order_seed=4, blocks=14),
+    Schedule("all together", max_num_seqs=44, max_num_batched_tokens=512),
+    Schedule("small chunks", max_num_seqs=20, max_num_batched_tokens=64, order_seed=1),
+    Schedule("few at once, EP 2", max_num_seqs=22, max_num_batched_tokens=400, order_seed=2, ep_ranks=2),
+    Schedule("preempted", max_num_seqs=26, max_num_batched_tokens=256, order_seed=3, blocks=22),
 )
 
 
 def run(console: Console) -> Report:
-    """Run every schedule, recompute with the actor, reload there and back; compare everything bit by bit."""
+    """Run every schedule, recompute with the actor, reload there and back; compare everything bit by bit.
+
+    Each run has its own process with one thread, as many at a time as there are cores; actors have two threads. None
+    of it may show in the bits.
+    """
     started = time.monotonic()
     vocabulary, book = load_book()
     config, deployment = ModelConfig(vocab_size=vocabulary.size), Deployment()
@@ -54,109 +59,46 @@ def run(console: Console) -> Report:
         environment={
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
+            "cores": os.cpu_count(),
             "machine": platform.machine(),
         },
         model=_describe(config, deployment),
-        attestation=json.loads(bk.attest().to_json()),
+        attestation=json.loads(bk.attest(required=PACKAGES).to_json()),
     )
-    runs = len(SCHEDULES) + 2  # the reload generates twice
-    with Progress(console=console) as progress:
-        bar = progress.add_task("rollout", total=runs * len(requests) * MAX_TOKENS)
-
-        def serve(model: DeepseekV4, schedule: Schedule, title: str) -> tuple[dict[str, Completion], Plan, float]:
-            progress.update(bar, description=title)
-            before = time.monotonic()
-            model.set_expert_ranks(schedule.ep_ranks)
-            engine = RolloutEngine(model, schedule, deployment, pool_seed=7 + len(schedule.name))
-            completions = engine.generate(requests, on_token=lambda: progress.advance(bar))
-            return completions, engine.plan, time.monotonic() - before
-
-        old = make_checkpoint(config, seed=0)
-        rollout = DeepseekV4(config, deployment, old)
-        served = [serve(rollout, s, s.name) for s in SCHEDULES]
-        first = served[0][0]
-        tokens = {name: list(c.tokens) for name, c in first.items()}
-        progress.update(bar, description="actor")
-        expected = _actor(DeepseekV4(config, deployment, old), deployment, requests, first)
-        report.schedules = [
-            compare(s.name, completions, tokens, expected, seconds, plan)
-            for s, (completions, plan, seconds) in zip(SCHEDULES, served, strict=True)
-        ]
-        report.reload = _reload(config, deployment, requests, rollout, old, expected, tokens, serve, progress, bar)
-    plans = [plan for _, plan, _ in served]
-    report.coverage = _coverage(config, requests, tokens, plans, report)
-    report.seconds = round(time.monotonic() - started, 1)
-    return report
-
-
-def _actor(
-    model: DeepseekV4, deployment: Deployment, requests: Sequence[Request], completions: Mapping[str, Completion]
-) -> dict[str, torch.Tensor]:
-    """The actor's logprobs of what the rollout drew, by request name."""
-    sequences = [(r.prompt, completions[r.name].tokens) for r in requests]
-    logprobs = recompute_logprobs(model, deployment, sequences)
-    return {r.name: row for r, row in zip(requests, logprobs, strict=True)}
-
-
-def _reload(
-    config: ModelConfig,
-    deployment: Deployment,
-    requests: Sequence[Request],
-    rollout: DeepseekV4,
-    old: dict[str, torch.Tensor],
-    old_logprobs: Mapping[str, torch.Tensor],
-    old_tokens: Mapping[str, Sequence[int]],
-    serve: Callable[[DeepseekV4, Schedule, str], tuple[dict[str, Completion], Plan, float]],
-    progress: Progress,
-    bar: Any,
-) -> dict[str, Any]:
-    """Another checkpoint and back, in place: its bits must be a cold actor's, and then the old bits again."""
-    problems: list[str] = []
-    comparisons: list[Comparison] = []
-    ledger = reload.AddressLedger().record(rollout)
-    new = perturb(config, old, seed=1)
-    actor = DeepseekV4(config, deployment, new)
-
-    _send(rollout, new, bucket_seed=11)
-    completions, plan, seconds = serve(rollout, SCHEDULES[1], "new weights")
-    progress.update(bar, description="actor, new weights")
-    tokens = {name: list(c.tokens) for name, c in completions.items()}
-    logprobs = _actor(actor, deployment, requests, completions)
-    comparisons.append(compare("new weights", completions, tokens, logprobs, seconds, plan))
-    if reload.weight_fingerprint(dict(rollout.named_parameters())) != reload.weight_fingerprint(
-        dict(actor.named_parameters())
-    ):
-        problems.append("fingerprints of rollout and actor differ")
-    changed = sum(a != b for name, row in tokens.items() for a, b in zip(row, old_tokens[name], strict=True))
-
-    _send(rollout, old, bucket_seed=12)
-    completions, plan, seconds = serve(rollout, SCHEDULES[0], "old weights again")
-    comparisons.append(compare("old weights again", completions, old_tokens, old_logprobs, seconds, plan))
-    moved = [str(change) for change in ledger.diff(rollout)]
-    problems += [f"address: {change}" for change in moved]
-    return {
+    sides = Sides(config, deployment, requests)
+    with Progress(console=console) as progress, Workers(progress) as workers:
+        workers.track("rollout and reload", (len(SCHEDULES) + 2) * len(requests) * MAX_TOKENS)
+        reloading = workers.submit(
+            "reload to new weights and back", reload_and_serve, sides, (SCHEDULES[0], SCHEDULES[2])
+        )
+        serving = [workers.submit(f"rollout, {schedule.name}", serve, sides, schedule) for schedule in SCHEDULES]
+        first = workers.result(serving[0])
+        recomputing = workers.submit("actor", recompute, sides, OLD_SEED, first.tokens)
+        runs = [workers.result(future) for future in serving]
+        reloaded = workers.result(reloading)
+        expected = workers.result(recomputing).logprobs
+        actor = workers.result(workers.submit("actor, new weights", recompute, sides, NEW_SEED, reloaded.new.tokens))
+    report.schedules = [
+        compare(schedule.name, run, first.tokens, expected) for schedule, run in zip(SCHEDULES, runs, strict=True)
+    ]
+    comparisons = [
+        compare("new weights", reloaded.new, reloaded.new.tokens, actor.logprobs),
+        compare("old weights again", reloaded.old, first.tokens, expected),
+    ]
+    problems = list(reloaded.problems)
+    if reloaded.fingerprints != actor.fingerprints:
+        problems.append("weight fingerprints of rollout and actor differ after the reload")
+    report.reload = {
         "ok": not problems and not any(c.tokens_different for c in comparisons),
         "comparisons": comparisons,
-        "tokens_changed_by_new_weights": changed,
-        "addresses_moved": len(moved),
+        "tokens_changed_by_new_weights": sum(
+            a != b for name, row in first.tokens.items() for a, b in zip(row, reloaded.new.tokens[name], strict=True)
+        ),
         "problems": problems,
     }
-
-
-def _send(rollout: DeepseekV4, checkpoint: Mapping[str, torch.Tensor], *, bucket_seed: int) -> None:
-    """A weight update as a trainer sends it: buckets of uneven size, tensors in no particular order."""
-    names = sorted(checkpoint)
-    generator = torch.Generator().manual_seed(bucket_seed)
-    names = [names[i] for i in torch.randperm(len(names), generator=generator).tolist()]
-    manifest = {name: reload.TensorSpec.of(checkpoint[name]) for name in names}
-    update = reload.LayerwiseReload(rollout, manifest)
-    update.begin()
-    while names:
-        size = int(torch.randint(1, 24, (), generator=generator))
-        update.load_bucket({name: checkpoint[name] for name in names[:size]})
-        names = names[size:]
-    update.finish()
+    report.coverage = _coverage(config, requests, first.tokens, [run.plan for run in runs], report)
+    report.seconds = round(time.monotonic() - started, 1)
+    return report
 
 
 def _coverage(

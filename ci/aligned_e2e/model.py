@@ -8,6 +8,8 @@ rows, and whether it shares pages, is its own business.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, cast
+
 import torch
 from torch import nn
 
@@ -25,7 +27,15 @@ __all__ = ["DeepseekV4"]
 _GROUP = 128
 
 
-class DeepseekV4(nn.Module):
+class Part(nn.Module):
+    """A module whose parameters and parts are named by the checkpoint."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class DeepseekV4(Part):
     """The model. Parameters carry checkpoint names; derived weights are refreshed in place by bi-reload.
 
     Args:
@@ -60,18 +70,18 @@ class DeepseekV4(nn.Module):
         }
         self.set_expert_ranks(1)
 
-    def layer(self, n: int) -> nn.Module:
+    def layer(self, n: int) -> Part:
         """Decoder layer ``n``."""
-        return self.layers.get_submodule(str(n))
+        return cast(Part, self.layers.get_submodule(str(n)))
 
-    def _pad_sink(self, attn: nn.Module, sink: torch.Tensor) -> None:
+    def _pad_sink(self, attn: Part, sink: torch.Tensor) -> None:
         padded = nn.Parameter(torch.empty(self.config.padded_heads), requires_grad=False)
         heads = self.config.num_heads
 
         def weight_loader(param: torch.Tensor, loaded: torch.Tensor) -> None:
             reload.load_attn_sink_(param, loaded, num_heads=heads)
 
-        padded.weight_loader = weight_loader
+        padded.weight_loader = weight_loader  # type: ignore[attr-defined]
         del attn.attn_sink
         attn.register_parameter("attn_sink", padded)
         weight_loader(padded, sink)
@@ -90,26 +100,22 @@ class DeepseekV4(nn.Module):
         Returns:
             ``(T, hidden)`` bfloat16. Row ``i`` depends on the weights and on the tokens up to it alone.
         """
-        c = self.config
-        x = self.embed.weight[token_ids]
-        residual = post = comb = None
+        c, first = self.config, self.layer(0)
+        pre = reload.mhc_pre_broadcast(
+            self.embed.weight[token_ids],
+            first.hc_attn_fn_broadcast,
+            first.hc_attn_scale,
+            first.hc_attn_base,
+            norm_weight=first.attn_norm.weight,
+            **self._mhc,
+        )
+        layer_input, post, comb, residual = pre
         for n, cache in enumerate(caches.layers):
-            layer = self.layer(n)
-            if residual is None:
-                pre = reload.mhc_pre_broadcast(
-                    x, layer.hc_attn_fn_broadcast, layer.hc_attn_scale, layer.hc_attn_base,
-                    norm_weight=layer.attn_norm.weight, **self._mhc,
-                )  # fmt: skip
-                residual = x.unsqueeze(1).expand(-1, c.hc_mult, -1).contiguous()
-            else:
-                residual = reload.mhc_post(x, residual, post, comb)
-                pre = self._pre(residual, layer, "attn")
-            x = self._attention(n, pre.layer_input, batch, cache)
-            residual = reload.mhc_post(x, residual, pre.post_mix, pre.comb_mix)
-            pre = self._pre(residual, layer, "ffn")
-            x = self._ffn(n, pre.layer_input, token_ids)
-            post, comb = pre.post_mix, pre.comb_mix
-        residual = reload.mhc_post(x, residual, post, comb)
+            residual = reload.mhc_post(self._attention(n, layer_input, batch, cache), residual, post, comb)
+            layer_input, post, comb = self._pre(residual, n, "ffn")
+            residual = reload.mhc_post(self._ffn(n, layer_input, token_ids), residual, post, comb)
+            if n + 1 < c.num_layers:
+                layer_input, post, comb = self._pre(residual, n + 1, "attn")
         collapsed = reload.mhc_head(
             residual, self.hc_head_fn, self.hc_head_scale, self.hc_head_base, rms_eps=c.rms_norm_eps, hc_eps=c.hc_eps
         )
@@ -123,7 +129,7 @@ class DeepseekV4(nn.Module):
     # -- mHC -------------------------------------------------------------------------------------------------------
 
     @property
-    def _mhc(self) -> dict[str, float | int]:
+    def _mhc(self) -> dict[str, Any]:
         c = self.config
         return {
             "rms_eps": c.rms_norm_eps,
@@ -132,7 +138,8 @@ class DeepseekV4(nn.Module):
             "sinkhorn_iters": c.hc_sinkhorn_iters,
         }
 
-    def _pre(self, residual: torch.Tensor, layer: nn.Module, site: str) -> reload.MhcPre:
+    def _pre(self, residual: torch.Tensor, n: int, site: str) -> reload.MhcPre:
+        layer = self.layer(n)
         return reload.mhc_pre(
             residual,
             getattr(layer, f"hc_{site}_fn"),
@@ -144,7 +151,7 @@ class DeepseekV4(nn.Module):
 
     # -- attention -------------------------------------------------------------------------------------------------
 
-    def _linear(self, x: torch.Tensor, linear: nn.Module) -> torch.Tensor:
+    def _linear(self, x: torch.Tensor, linear: Part) -> torch.Tensor:
         """Block-FP8 linear: quantise the activation per 128 channels, multiply, round to bfloat16."""
         q, s = bk.per_token_group_quant_fp8(x, scale_format=self.scale_format)
         return moe.fp8_gemm_nt(q, s, linear.weight, linear.scale)
@@ -168,7 +175,7 @@ class DeepseekV4(nn.Module):
         out = rope(out, table, batch.positions, inverse=True)
         return self._output_projection(out, attn)
 
-    def _output_projection(self, out: torch.Tensor, attn: nn.Module) -> torch.Tensor:
+    def _output_projection(self, out: torch.Tensor, attn: Part) -> torch.Tensor:
         """Grouped low-rank output: each group of heads through its own block of ``wo_a``, then all through ``wo_b``."""
         c = self.config
         grouped = out.reshape(out.shape[0], c.o_groups, -1)
@@ -199,7 +206,7 @@ class DeepseekV4(nn.Module):
         return self._select(n, x, low, batch, cache)
 
     def _compress(
-        self, x: torch.Tensor, part: nn.Module, ratio: int, dim: int, batch: Batch, state: torch.Tensor
+        self, x: torch.Tensor, part: Part, ratio: int, dim: int, batch: Batch, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep every row's compressor input; pool the windows that end in this batch.
 
@@ -231,9 +238,7 @@ class DeepseekV4(nn.Module):
         pooled = rms_norm(pooled, part.norm.weight, self.config.rms_norm_eps)
         return done, rope(pooled, self.ropes[ratio], batch.positions[done] // ratio * ratio)
 
-    def _select(
-        self, n: int, x: torch.Tensor, low: torch.Tensor, batch: Batch, cache: LayerCache
-    ) -> torch.Tensor:
+    def _select(self, n: int, x: torch.Tensor, low: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
         """The indexer: the ``index_topk`` best compressed entries of each row, ascending, -1 padded."""
         c, indexer = self.config, self.layer(n).attn.indexer
         q = self._linear(low, indexer.wq_b).unflatten(-1, (c.index_heads, c.index_head_dim))
@@ -302,7 +307,7 @@ class DeepseekV4(nn.Module):
             wanted = entries[rows].long()
             entry_slots = batch.entry_slots(request[:, None].expand_as(wanted), wanted, ratio)
         workspace, indices, lengths = sparse.gather_decode_kv(
-            cache.compressed,
+            cache.compressed if ratio else None,
             cache.window,
             entry_slots,
             window_slots,
@@ -347,7 +352,7 @@ class DeepseekV4(nn.Module):
         """Share the experts among so many simulated ranks from now on; must not show in the bits."""
         self.transport = moe.InProcessTransport(ranks)
 
-    def _routed(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: nn.Module) -> torch.Tensor:
+    def _routed(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Part) -> torch.Tensor:
         """Routed experts of all rows: every rank brings its part of the rows and holds its part of the experts."""
         c, d = self.config, self.deployment
         ranks = self.transport.world_size
@@ -380,6 +385,6 @@ def _plant(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     *path, leaf = name.split(".")
     for part in path:
         if part not in dict(root.named_children()):
-            root.add_module(part, nn.Module())
+            root.add_module(part, Part())
         root = root.get_submodule(part)
     root.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))

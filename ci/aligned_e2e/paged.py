@@ -16,7 +16,7 @@ __all__ = ["Batch", "BlockPool", "BlockTables", "Caches", "LayerCache", "Segment
 
 @dataclass(slots=True)
 class LayerCache:
-    """The pages of one layer. Absent parts are None.
+    """The pages of one layer. Parts that it does not have hold nothing.
 
     Attributes:
         window: ``(window_pages, bytes)`` uint8, ``fp8_ds_mla`` pages of every token's own KV.
@@ -27,10 +27,10 @@ class LayerCache:
     """
 
     window: torch.Tensor
-    compressed: torch.Tensor | None = None
-    index_k: torch.Tensor | None = None
-    state: torch.Tensor | None = None
-    index_state: torch.Tensor | None = None
+    compressed: torch.Tensor
+    index_k: torch.Tensor
+    state: torch.Tensor
+    index_state: torch.Tensor
 
 
 class Caches:
@@ -44,17 +44,20 @@ class Caches:
             return torch.full((count, size), 0xFF, dtype=torch.uint8)
 
         def states(width: int) -> torch.Tensor:
-            return torch.full((tokens, 2 * width), float("nan"))
+            return torch.full((tokens if width else 0, 2 * width), float("nan"))
 
         for layer, ratio in enumerate(config.compress_ratios):
-            cache = LayerCache(window=pages(window_pages, kv_block_bytes(deployment.window_page)))
-            if ratio:
-                cache.compressed = pages(blocks, kv_block_bytes(deployment.block // ratio))
-                cache.state = states(config.overlap(layer) * config.head_dim)
-            if ratio == 4:
-                cache.index_k = pages(blocks, index_k_block_bytes(deployment.block // ratio))
-                cache.index_state = states(2 * config.index_head_dim)
-            self.layers.append(cache)
+            entries = deployment.block // ratio if ratio else 0
+            indexed = ratio == 4
+            self.layers.append(
+                LayerCache(
+                    window=pages(window_pages, kv_block_bytes(deployment.window_page)),
+                    compressed=pages(blocks, kv_block_bytes(entries)) if ratio else pages(0, 0),
+                    index_k=pages(blocks, index_k_block_bytes(entries)) if indexed else pages(0, 0),
+                    state=states(config.overlap(layer) * config.head_dim if ratio else 0),
+                    index_state=states(2 * config.index_head_dim if indexed else 0),
+                )
+            )
 
 
 class BlockPool:

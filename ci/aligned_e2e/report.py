@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from .rollout import Completion, Plan
+from .sides import Served
 
 __all__ = ["Comparison", "Report", "compare"]
 
@@ -39,30 +39,21 @@ class Comparison:
 
 
 def compare(
-    name: str,
-    got: Mapping[str, Completion],
-    tokens: Mapping[str, Sequence[int]],
-    logprobs: Mapping[str, torch.Tensor],
-    seconds: float,
-    plan: Plan,
+    name: str, run: Served, tokens: Mapping[str, Sequence[int]], logprobs: Mapping[str, Sequence[int]]
 ) -> Comparison:
     """Compare a run's tokens and logprob bits with the expected ones, token by token."""
     compared = different = 0
     first = None
     for request, expected in tokens.items():
-        completion = got[request]
-        mine = torch.stack(completion.logprobs).view(torch.int32).tolist()
-        theirs = logprobs[request].view(torch.int32).tolist()
+        mine = list(zip(run.tokens[request], run.logprobs[request], strict=True))
+        theirs = list(zip(expected, logprobs[request], strict=True))
         # A run that drew fewer or more tokens differs in every token it lacks or has too many.
-        longest = max(len(expected), len(completion.tokens))
-        compared += longest
-        for i in range(longest):
-            a = (completion.tokens[i], mine[i]) if i < len(completion.tokens) else None
-            b = (expected[i], theirs[i]) if i < len(expected) else None
+        for i, (a, b) in enumerate(itertools.zip_longest(mine, theirs)):
+            compared += 1
             if a != b:
                 different += 1
                 first = first or f"{request}[{i}]: (token, logprob bits) {a} against {b}"
-    return Comparison(name, compared, different, first, round(seconds, 2), asdict(plan))
+    return Comparison(name, compared, different, first, run.seconds, asdict(run.plan))
 
 
 @dataclass(slots=True)

@@ -173,9 +173,7 @@ class RolloutEngine:
         waiting.appendleft(run)
         self.plan.preemptions += 1
 
-    def _step(
-        self, parts: list[tuple[_Running, int]], running: list[_Running], on_token: Callable[[], None]
-    ) -> None:
+    def _step(self, parts: list[tuple[_Running, int]], running: list[_Running], on_token: Callable[[], None]) -> None:
         decodes = sum(rows == 1 for _, rows in parts)
         batch = Batch(
             [(run.tables, run.computed, rows) for run, rows in parts], self.deployment, decode_requests=decodes
@@ -191,13 +189,8 @@ class RolloutEngine:
                 self.plan.prefill_splits += 1
         if ready:
             logits = self.model.logits(hidden[torch.tensor([row for _, row in ready])])
-            temperature = self.deployment.temperature
-            drawn = torch.tensor(
-                [
-                    draw(row, run.request.seed, len(run.completion.tokens), temperature)
-                    for row, (run, _) in zip(logits, ready, strict=True)
-                ]
-            )
+            draws = [(run.request.seed, len(run.completion.tokens)) for run, _ in ready]
+            drawn = draw(logits, draws, self.deployment.temperature)
             logprobs = bk.selected_logprobs(logits, drawn)
             for (run, _), token, logprob in zip(ready, drawn.tolist(), logprobs, strict=True):
                 run.tokens.append(token)
@@ -214,17 +207,24 @@ class RolloutEngine:
         plan.largest_decode = max(plan.largest_decode, decodes)
 
 
-def draw(logits: torch.Tensor, seed: int, index: int, temperature: float) -> int:
-    """Draw token ``index`` of a request by the Gumbel-max trick; noise is a function of the request's seed alone.
+def draw(logits: torch.Tensor, draws: Sequence[tuple[int, int]], temperature: float) -> torch.Tensor:
+    """Draw one token for each row by the Gumbel-max trick.
 
     Args:
-        logits: ``(vocab,)`` float32.
-        seed: The request's seed.
-        index: How many tokens were drawn before.
+        logits: ``(rows, vocab)`` float32.
+        draws: Per row, the request's seed and how many tokens it has drawn before. The noise depends on these alone.
         temperature: Above 0.
+
+    Returns:
+        ``(rows,)`` int64. Ties go to the lower token id.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-    uniform = torch.rand(logits.shape, generator=generator).clamp(min=2.0**-24)
-    noise = -numerics.log(-numerics.log(uniform))
+    uniform = torch.stack(
+        [
+            torch.rand(logits.shape[1], generator=torch.Generator().manual_seed(seed * 1_000_003 + index))
+            for seed, index in draws
+        ]
+    )
+    noise = -numerics.log(-numerics.log(uniform.clamp(min=2.0**-24)))
     keys = logits / temperature + noise
-    return int((keys == keys.amax()).nonzero()[0])  # ties go to the lower id
+    ids = torch.arange(logits.shape[1])
+    return torch.where(keys == keys.amax(1, keepdim=True), ids, logits.shape[1]).amin(1)

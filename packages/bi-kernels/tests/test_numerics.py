@@ -49,7 +49,9 @@ def ulp(reference: torch.Tensor) -> torch.Tensor:
 
 def check_fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
     got = numerics.fma(a, b, c)
-    exact = [Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
+    exact = [
+        Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    ]
     want = torch.tensor([nearest_float32(v) for v in exact])
     # The sign of an exact zero is IEEE's, which Fraction does not know.
     want = torch.where(torch.tensor([v == 0 for v in exact]), got.abs().neg().where(got.signbit(), got.abs()), want)
@@ -265,7 +267,8 @@ def test_tree_sum_threads_and_rows() -> None:
 def exact_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     rows = [[Fraction(v) for v in row] for row in a.float().tolist()]
     cols = [[Fraction(v) for v in row] for row in b.float().tolist()]
-    return torch.tensor([[nearest_float32(sum(map(Fraction.__mul__, r, c), Fraction(0))) for c in cols] for r in rows])
+    dots = [[nearest_float32(sum(map(Fraction.__mul__, r, c), Fraction(0))) for c in cols] for r in rows]
+    return torch.tensor(dots) + 0.0  # a negative sum that underflows is +0 too
 
 
 @pytest.mark.parametrize("k", [1, 2, 7, 64, 130])
@@ -340,7 +343,7 @@ def test_mm_rn_shapes() -> None:
     assert_bitwise_equal(numerics.mm_rn(torch.randn(2, 0), torch.randn(3, 0)), torch.zeros(2, 3))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data())
 def test_mm_rn_any_bits(data: st.DataObject) -> None:
     k = data.draw(st.integers(1, 5))

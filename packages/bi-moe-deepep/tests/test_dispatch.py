@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,17 +123,35 @@ def test_b48_ranks_that_disagree_about_capacity_are_refused_before_the_first_dis
     InProcessTransport(2).run(program)
     assert calls == {0: ["all_gather_ints"], 1: ["all_gather_ints"]}
     assert errors[0] == errors[1]
-    assert "rank 0: capacity 128" in errors[0]
-    assert "rank 1: capacity 256" in errors[0]
+    assert "capacity 128 on rank 0, 256 on rank 1." in errors[0]
 
 
-def test_ranks_that_disagree_about_slices_are_refused() -> None:
+def test_ranks_that_disagree_about_anything_else_are_refused() -> None:
     def program(transport: Transport) -> None:
-        slices = 1 + transport.rank
-        dispatcher = StagedDispatcher(transport, num_experts=NUM_EXPERTS, capacity=8, num_slices=slices)
-        dispatcher.run(*tokens(3), experts=experts_of(transport))
+        x, ids, weights = tokens(3)
+        even = transport.rank == 0
+        dispatcher = StagedDispatcher(
+            transport, num_experts=(4, 8)[even], capacity=8, num_slices=(1, 2)[even], verify=even
+        )
+        width = HIDDEN if even else HIDDEN // 2
+        dispatcher.run(x[:, :width], ids[:, : 1 + even], weights[:, : 1 + even], experts=experts_of(transport))
 
-    with pytest.raises(CapacityError, match=r"rank 0: capacity 8, 1 slices.*rank 1: capacity 8, 2 slices"):
+    with pytest.raises(CapacityError) as caught:
+        InProcessTransport(2).run(program)
+    assert (
+        "got num_slices 2 on rank 0, 1 on rank 1; num_experts 8 on rank 0, 4 on rank 1; hidden 16 on rank 0, 8 on "
+        "rank 1; top_k 2 on rank 0, 1 on rank 1; verify 1 on rank 0, 0 on rank 1."
+    ) in str(caught.value)
+
+
+def test_ranks_that_make_different_calls_are_told() -> None:
+    def program(transport: Transport) -> None:
+        if transport.rank == 0:
+            transport.all_gather_ints([1])
+        else:
+            transport.low_latency_dispatch(*tokens(1)[:2], 8, NUM_EXPERTS)
+
+    with pytest.raises(TransportError, match="got all_gather_ints on rank 0, low_latency_dispatch on rank 1"):
         InProcessTransport(2).run(program)
 
 
@@ -291,3 +311,17 @@ def test_experts_must_keep_the_shape() -> None:
 
     with pytest.raises(ArgumentError, match=r"^experts' result: "):
         InProcessTransport(1).run(program)
+
+
+def test_simulated_ranks_keep_no_tensors_between_calls() -> None:
+    transport = InProcessTransport(2)
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def program(endpoint: Transport) -> None:
+        x = torch.zeros(3, 128, dtype=torch.bfloat16)
+        kept.append(weakref.ref(x))
+        endpoint.low_latency_dispatch(x, torch.zeros(3, 1, dtype=torch.int32), 4, 2)
+
+    transport.run(program)
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]

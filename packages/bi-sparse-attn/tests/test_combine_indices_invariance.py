@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bi_kernels.testing import assert_batch_invariant, must_detect
+from bi_kernels.testing import QUICK_BATCH_SIZES, assert_batch_invariant, must_detect
 from bi_sparse_attn import c128_indices, combine_topk_swa
 
 
@@ -32,8 +32,8 @@ def combine_by_batch(entries: torch.Tensor, positions: torch.Tensor, starts: tor
 
 
 def test_lists_are_batch_invariant() -> None:
-    assert_batch_invariant(combine, rows())
+    assert_batch_invariant(combine, rows(), batch_sizes=QUICK_BATCH_SIZES)
 
 
 def test_the_driver_sees_an_area_that_follows_the_batch() -> None:
-    must_detect(combine_by_batch, rows())
+    must_detect(combine_by_batch, rows(), batch_sizes=QUICK_BATCH_SIZES)

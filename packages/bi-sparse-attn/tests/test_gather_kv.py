@@ -320,6 +320,7 @@ INSERT = {
     "block_size too large for the page": {"block_size": 65},
     "cache dtype": {"cache": torch.zeros(2, 37_440, dtype=torch.int8)},
     "cache shape": {"cache": torch.zeros(2 * 37_440, dtype=torch.uint8)},
+    "cache overlaps": {"cache": torch.full((1, 37_440), 0xA5, dtype=torch.uint8).expand(2, 37_440)},
     "cache stride": {"cache": torch.full((37_440, 2), 0xA5, dtype=torch.uint8).T},
 }
 
@@ -350,6 +351,7 @@ GATHER = {
     "block_size too large for the page": {"block_size": 65},
     "cache dtype": {"cache": torch.zeros(2, 37_440, dtype=torch.int8)},
     "out dtype": {"out": torch.full((2, 512), 7.0)},
+    "out overlaps": {"out": torch.full((1, 512), 7.0, dtype=torch.bfloat16).expand(2, 512)},
     "out shape": {"out": torch.full((3, 512), 7.0, dtype=torch.bfloat16)},
 }
 

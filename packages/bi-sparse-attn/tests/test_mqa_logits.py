@@ -48,7 +48,7 @@ def test_within_the_bound_of_float64() -> None:
     """Head h's term is rounded twice (dot, product) and at most ``heads`` times in the sum; the scale once more."""
     inputs = problem(tokens=20, heads=16, keys=100)
     got = mqa_logits(**inputs).double()
-    dots = torch.einsum("thd,nd->thn", inputs["q"].double(), inputs["k"].double()).clamp(min=0)
+    dots = torch.einsum("tha,na->thn", inputs["q"].double(), inputs["k"].double()).clamp(min=0)
     terms = dots * inputs["weights"].double().unsqueeze(2)
     scale = inputs["k_scale"].double()
     unit = 2.0**-24
@@ -139,6 +139,7 @@ def test_out_is_returned() -> None:
         {"row_ends": torch.zeros(6, dtype=torch.int32)},
         {"row_ends": torch.zeros(7, dtype=torch.int32, device="meta")},
         {"out": torch.full((7, 41), 5.0)},
+        {"out": torch.full((1, 40), 5.0).expand(7, 40)},
         {"out": torch.full((7, 40), 5.0, dtype=torch.float64)},
     ],
     ids=lambda change: next(iter(change)),

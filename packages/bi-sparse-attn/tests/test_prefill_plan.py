@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bi_kernels import ArgumentError
@@ -34,7 +34,6 @@ def neighbours_matter(plan: object, query_lens: list[int], chunk_tokens: int) ->
     return together != [chunk for chunks in alone for chunk in chunks]
 
 
-@settings(derandomize=True, deadline=None)
 @given(LENGTHS, st.integers(1, 20))
 def test_chunks_cover_every_request_in_order_and_ignore_neighbours(query_lens: list[int], chunk_tokens: int) -> None:
     chunks = plan_prefill_chunks(query_lens, chunk_tokens=chunk_tokens)

@@ -40,14 +40,14 @@ def float64_attention(
     """``(out, max, lse, sum of w |v| / denominator, greatest |score|)`` in float64."""
     valid = (indices >= 0).unsqueeze(1)
     rows = kv.double()[indices.clamp(min=0).long()]
-    scores = torch.einsum("thd,twd->thw", q.double(), rows) * float(torch.tensor(scale, dtype=torch.float32))
+    scores = torch.einsum("thd,tad->tha", q.double(), rows) * float(torch.tensor(scale, dtype=torch.float32))
     scores = torch.where(valid, scores, -math.inf)
     top = scores.amax(-1)
     weights = torch.exp(scores - top.unsqueeze(-1))
     lse = top + torch.log(weights.sum(-1))
     denominator = weights.sum(-1) if sink is None else weights.sum(-1) + torch.exp(sink.double() - top)
-    out = torch.einsum("thw,twd->thd", weights, rows) / denominator.unsqueeze(-1)
-    spread = torch.einsum("thw,twd->thd", weights, rows.abs()) / denominator.unsqueeze(-1)
+    out = torch.einsum("tha,tad->thd", weights, rows) / denominator.unsqueeze(-1)
+    spread = torch.einsum("tha,tad->thd", weights, rows.abs()) / denominator.unsqueeze(-1)
     return out, top, lse, spread, torch.where(valid, scores.abs(), 0.0).amax(-1)
 
 
@@ -272,6 +272,14 @@ def test_out_is_returned_and_its_storage_kept() -> None:
     assert bool((memory[:, [0, 3]] == 9).all())
 
 
+def test_b46_identical_requests_get_identical_results() -> None:
+    q, kv, indices = randn(1, 2, 512), randn(300, 512, seed=1), lists([200], 300, 256)
+    one = sparse_mla_fwd(q, kv, indices, sm_scale=SCALE)
+    eight = sparse_mla_fwd(q.repeat(8, 1, 1), kv, indices.repeat(8, 1), sm_scale=SCALE)
+    for token in range(8):
+        assert_same(SparseMlaOutput(*(x[token : token + 1] for x in eight)), one, f"request {token}")
+
+
 def test_the_denominator_uses_p_before_its_rounding() -> None:
     """Two entries, the second with p = exp(-1): the rule, in numbers."""
     kv = torch.zeros(2, 512, dtype=torch.bfloat16)
@@ -307,6 +315,7 @@ def test_the_denominator_uses_p_before_its_rounding() -> None:
         {"topk_length": torch.zeros(2, dtype=torch.int64)},
         {"topk_length": torch.zeros(3, dtype=torch.int32)},
         {"out": torch.full((2, 3, 512), 9.0)},
+        {"out": torch.full((1, 3, 512), 9.0, dtype=torch.bfloat16).expand(2, 3, 512)},
         {"out": torch.full((2, 4, 512), 9.0, dtype=torch.bfloat16)},
     ],
     ids=lambda change: next(iter(change)),

@@ -8,7 +8,7 @@ from bi_kernels.testing import assert_batch_invariant, must_detect
 from bi_sparse_attn import sparse_mla_fwd
 
 ROWS, SCALE = 160, 512**-0.5
-SIZES = (1, 2, 3, 17, 65, 129)
+SIZES = (2, 17, 129)
 GENERATOR = torch.Generator().manual_seed(0)
 KV = torch.randn(ROWS, 512, generator=GENERATOR).bfloat16()
 SINK = torch.tensor([0.5, -2.0])

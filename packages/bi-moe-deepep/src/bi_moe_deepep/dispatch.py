@@ -171,7 +171,6 @@ class InProcessTransport:
             TransportError: A rank ended while others waited for it in a collective.
             BaseException: What ``program`` raised, on the lowest rank where that is not the consequence of another's.
         """
-        self._reset()
         results: list[Any] = [None] * self.world_size
         errors: dict[int, BaseException] = {}
         # torch keeps these two per thread.
@@ -190,6 +189,7 @@ class InProcessTransport:
         others = [self._threads.submit(work, rank) for rank in range(1, self.world_size)]
         work(0)
         wait(others)
+        self._reset()  # no rank's tensors outlive the call
         if errors:
             # A rank that fails leaves the others waiting: their TransportError is a consequence, not the cause.
             raise min(errors.items(), key=lambda item: (isinstance(item[1], TransportError), item[0]))[1]
@@ -202,11 +202,11 @@ class InProcessTransport:
         self._left: set[int] = set()
         self._early: list[int] = []
 
-    def _all_gather(self, rank: int, value: Any) -> list[Any]:
-        """Every rank's ``value``, by rank."""
+    def _all_gather(self, rank: int, call: str, value: Any) -> list[Any]:
+        """Every rank's ``value``, by rank; ``call`` says for which collective it is."""
         with self._turn:
             this_round = self._round
-            self._posted[rank] = value
+            self._posted[rank] = call, value
             if len(self._posted) == self.world_size:
                 # No rank posts to the next round before it has returned from this one, so nothing is overwritten.
                 self._gathered = [self._posted[r] for r in range(self.world_size)]
@@ -223,7 +223,14 @@ class InProcessTransport:
                     f"{', '.join(map(str, self._early))} has ended. Every rank must make the same calls in the same "
                     "order, with no tokens too."
                 )
-            return self._gathered
+            calls = [name for name, _ in self._gathered]
+            if len(set(calls)) > 1:
+                found = ", ".join(f"{name} on rank {r}" for r, name in enumerate(calls))
+                raise TransportError(
+                    f"collective: expected the same call on every rank, got {found}. Every rank must make the same "
+                    "calls in the same order."
+                )
+            return [value for _, value in self._gathered]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,12 +250,12 @@ class _Endpoint:
         self.world_size = group.world_size
 
     def all_gather_ints(self, values: Sequence[int]) -> list[tuple[int, ...]]:
-        return self._group._all_gather(self.rank, tuple(values))
+        return self._group._all_gather(self.rank, "all_gather_ints", tuple(values))
 
     def low_latency_dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, num_max_dispatch_tokens_per_rank: int, num_experts: int
     ) -> DispatchedTokens:
-        sent = self._group._all_gather(self.rank, (x, topk_idx))
+        sent = self._group._all_gather(self.rank, "low_latency_dispatch", (x, topk_idx))
         num_local_experts = num_experts // self.world_size
         staged = stage_tokens(
             torch.cat([tokens for tokens, _ in sent]),
@@ -264,7 +271,7 @@ class _Endpoint:
     def low_latency_combine(
         self, expert_out: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: _Handle
     ) -> torch.Tensor:
-        returned = self._group._all_gather(self.rank, (expert_out, handle.slots))
+        returned = self._group._all_gather(self.rank, "low_latency_combine", (expert_out, handle.slots))
         # A slot is -1 on every rank but the one that has its expert.
         slots = torch.full(topk_idx.shape, -1, dtype=torch.int32)
         for rank, (rows, placed) in enumerate(returned):
@@ -335,7 +342,7 @@ class StagedDispatcher:
                 joined no collective of this call, and the others learn it from their transport. Also: the transport
                 or ``experts`` returned another dtype or shape than asked for.
             CapacityError: The tokens do not fit the slices (as above), or the ranks disagree about capacity, slices or
-                experts, found before the first dispatch, on every rank.
+                shapes, found before the first dispatch, on every rank.
             TransportError: The received counts are not what the ranks sent, found on every rank.
 
         Source: the seam is ``vllm...fused_moe.modular_kernel.FusedMoEKernelModularImpl.apply``.
@@ -359,7 +366,7 @@ class StagedDispatcher:
                 "Pass the router's choice for the same number of experts.",
             )
         bounds = self._plan.bounds(x.shape[0])
-        self._agree()
+        self._agree(x.shape[1], topk_ids.shape[1])
         shared = shared_experts(x) if shared_experts is not None else None
         routed = [
             self._run_slice(x[start:stop], topk_ids[start:stop], topk_weights[start:stop], experts)
@@ -386,19 +393,27 @@ class StagedDispatcher:
         check_tensor("experts' result", expert_out, dtype=torch.bfloat16, shape=tuple(received.x.shape))
         return self._transport.low_latency_combine(expert_out, topk_ids, topk_weights, received.handle)
 
-    def _agree(self) -> None:
+    def _agree(self, hidden: int, top_k: int) -> None:
         """Compare the ranks' constants once: libraries do not, and hang or mix up tokens where they differ."""
         if self._agreed:
             return
-        ours = (self._plan.capacity, self._plan.num_slices, self._num_experts)
-        ranks = self._transport.all_gather_ints(ours)
-        if len(set(ranks)) > 1:
-            found = "; ".join(
-                f"rank {rank}: capacity {capacity}, {num_slices} slices, {num_experts} experts"
-                for rank, (capacity, num_slices, num_experts) in enumerate(ranks)
-            )
+        ours = {
+            "capacity": self._plan.capacity,
+            "num_slices": self._plan.num_slices,
+            "num_experts": self._num_experts,
+            "hidden": hidden,
+            "top_k": top_k,
+            "verify": int(self._verify),
+        }
+        ranks = self._transport.all_gather_ints(list(ours.values()))
+        different = [
+            f"{name} {', '.join(f'{value} on rank {rank}' for rank, value in enumerate(values))}"
+            for name, values in zip(ours, zip(*ranks, strict=True), strict=True)
+            if len(set(values)) > 1
+        ]
+        if different:
             raise CapacityError(
-                f"capacity: expected the same capacity, slices and experts on every rank, got {found}. Nothing was "
+                f"dispatch: expected the same constants on every rank, got {'; '.join(different)}. Nothing was "
                 "dispatched. Derive them from the model and the deployment with ExpertCapacity.from_model and "
                 "plan_slices."
             )

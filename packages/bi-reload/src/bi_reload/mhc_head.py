@@ -13,7 +13,6 @@ from .reference.mhc_pre import HC_MULT, mhc_num_splits
 __all__ = ["mhc_head"]
 
 
-@torch.no_grad()
 def mhc_head(
     residual: torch.Tensor,
     fn: torch.Tensor,

@@ -13,7 +13,6 @@ from .reference.mhc_pre import HC_MULT
 __all__ = ["mhc_post"]
 
 
-@torch.no_grad()
 def mhc_post(
     x: torch.Tensor,
     residual: torch.Tensor,

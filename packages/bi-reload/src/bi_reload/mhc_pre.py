@@ -15,7 +15,6 @@ __all__ = ["MhcPre", "MhcPreBroadcast", "mhc_num_splits", "mhc_pre", "mhc_pre_br
 _NUM_MIXES = 2 * HC_MULT + HC_MULT * HC_MULT
 
 
-@torch.no_grad()
 def mhc_pre(
     residual: torch.Tensor,
     fn: torch.Tensor,
@@ -88,7 +87,6 @@ def mhc_pre(
     return out
 
 
-@torch.no_grad()
 def mhc_pre_broadcast(
     x: torch.Tensor,
     fn_broadcast: torch.Tensor,

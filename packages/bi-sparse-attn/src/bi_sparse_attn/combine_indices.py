@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from bi_kernels._outputs import check_output
 from bi_kernels.runtime.checks import check_tensor, check_value
 
 from ._ops import launch
@@ -81,7 +82,8 @@ def combine_topk_swa(
         out_indices = torch.empty((tokens, width), dtype=torch.int32, device=device)
     if out_lengths is None:
         out_lengths = torch.empty((tokens,), dtype=torch.int32, device=device)
-    check_tensor("out_indices", out_indices, dtype=torch.int32, shape=(tokens, "width"), device=device)
+    check_tensor("out_indices", out_indices, shape=(tokens, "width"))
+    check_output("out_indices", out_indices, torch.int32, out_indices.shape, device)
     check_value(
         "out_indices",
         out_indices.shape[1] >= top_k + window_size,
@@ -89,7 +91,7 @@ def combine_topk_swa(
         out_indices.shape[1],
         "Allocate SparseCapacity.combined_width columns.",
     )
-    check_tensor("out_lengths", out_lengths, dtype=torch.int32, shape=(tokens,), device=device)
+    check_output("out_lengths", out_lengths, torch.int32, (tokens,), device)
     constants = (compress_ratio, window_size, compressed_rows, row_offset)
     launch("combine_topk_swa", device, topk_indices, positions, gather_starts, out_indices, out_lengths, *constants)
     return out_indices, out_lengths
@@ -122,6 +124,6 @@ def c128_indices(positions: torch.Tensor, *, width: int, out: torch.Tensor | Non
     shape = (positions.shape[0], width)
     if out is None:
         out = torch.empty(shape, dtype=torch.int32, device=positions.device)
-    check_tensor("out", out, dtype=torch.int32, shape=shape, device=positions.device)
+    check_output("out", out, torch.int32, shape, positions.device)
     launch("c128_indices", positions.device, positions, out)
     return out

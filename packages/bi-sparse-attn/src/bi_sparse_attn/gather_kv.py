@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 
+from bi_kernels._outputs import check_output
 from bi_kernels.runtime.checks import check_tensor, check_value
 
 from ._ops import launch
@@ -59,7 +60,8 @@ def quantize_and_insert_kv_(
     *Exact op.* A group with NaN or an infinity gets the scale byte 255 (NaN) and NaN codes; the other groups are as
     ever.
 
-    Source: the quantise-and-insert half of vLLM's ``fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert``.
+    Source: the last step of vLLM's ``fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert``, and its Triton twin
+    ``quantize_and_insert_k_cache``; the exponent comes from the float's bits here, not from log2.
 
     Args:
         cache: ``(blocks, at least block_size * 584)`` uint8, last dimension contiguous.
@@ -79,6 +81,7 @@ def quantize_and_insert_kv_(
         The 584 bytes of a slot depend on the token's row of ``kv`` alone.
     """
     _check_cache("cache", cache, block_size, _KV_ENTRY_BYTES)
+    check_output("cache", cache, torch.uint8, cache.shape, cache.device)
     check_tensor("kv", kv, dtype=torch.bfloat16, shape=("tokens", HEAD_DIM), device=cache.device)
     check_tensor("slots", slots, dtype=torch.int64, shape=(kv.shape[0],), device=cache.device)
     launch("quantize_and_insert_kv", cache.device, cache, kv, slots, block_size)
@@ -118,7 +121,7 @@ def gather_kv(
     shape = (slots.shape[0], HEAD_DIM)
     if out is None:
         out = torch.empty(shape, dtype=torch.bfloat16, device=cache.device)
-    check_tensor("out", out, dtype=torch.bfloat16, shape=shape, device=cache.device)
+    check_output("out", out, torch.bfloat16, shape, cache.device)
     launch("gather_kv", cache.device, cache, slots, out, block_size)
     return out
 
@@ -149,6 +152,7 @@ def quantize_and_insert_index_k_(
         The 132 bytes of a slot depend on the token's row of ``k`` alone.
     """
     _check_cache("cache", cache, block_size, _INDEX_ENTRY_BYTES)
+    check_output("cache", cache, torch.uint8, cache.shape, cache.device)
     check_tensor("k", k, dtype=torch.bfloat16, shape=("tokens", INDEX_DIM), device=cache.device)
     check_tensor("slots", slots, dtype=torch.int64, shape=(k.shape[0],), device=cache.device)
     launch("quantize_and_insert_index_k", cache.device, cache, k, slots, block_size)
@@ -191,8 +195,8 @@ def gather_index_k(
         out_q = torch.empty(shape, dtype=torch.float8_e4m3fn, device=cache.device)
     if out_scale is None:
         out_scale = torch.empty(slots.shape, dtype=torch.float32, device=cache.device)
-    check_tensor("out_q", out_q, dtype=torch.float8_e4m3fn, shape=shape, device=cache.device)
-    check_tensor("out_scale", out_scale, dtype=torch.float32, shape=slots.shape, device=cache.device)
+    check_output("out_q", out_q, torch.float8_e4m3fn, shape, cache.device)
+    check_output("out_scale", out_scale, torch.float32, slots.shape, cache.device)
     launch("gather_index_k", cache.device, cache, slots, out_q, out_scale, block_size)
     return out_q, out_scale
 
@@ -261,8 +265,8 @@ def gather_decode_kv(
         out_indices = torch.empty(out.shape[:2], dtype=torch.int32, device=device)
     if out_lengths is None:
         out_lengths = torch.empty((tokens,), dtype=torch.int32, device=device)
-    check_tensor("out_indices", out_indices, dtype=torch.int32, shape=out.shape[:2], device=device)
-    check_tensor("out_lengths", out_lengths, dtype=torch.int32, shape=(tokens,), device=device)
+    check_output("out_indices", out_indices, torch.int32, out.shape[:2], device)
+    check_output("out_lengths", out_lengths, torch.int32, (tokens,), device)
     outputs = (out, out_indices, out_lengths)
     inputs = (compressed_cache, window_cache, compressed_slots, window_slots)
     launch("gather_decode_kv", device, *inputs, *outputs, compressed_block_size, window_block_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from bi_kernels._outputs import check_output
 from bi_kernels.runtime.checks import check_tensor
 
 from ._ops import launch
@@ -59,6 +60,6 @@ def mqa_logits(
     check_tensor("row_ends", row_ends, dtype=torch.int32, shape=(tokens,), device=device)
     if out is None:
         out = torch.empty((tokens, keys), dtype=torch.float32, device=device)
-    check_tensor("out", out, dtype=torch.float32, shape=(tokens, keys), device=device)
+    check_output("out", out, torch.float32, (tokens, keys), device)
     launch("mqa_logits", device, q, k, k_scale, weights, row_starts, row_ends, out)
     return out

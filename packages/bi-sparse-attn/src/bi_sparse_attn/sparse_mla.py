@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from bi_kernels._outputs import check_output
 from bi_kernels.runtime.checks import check_tensor, check_value
 
 from ._ops import launch
@@ -76,7 +77,7 @@ def sparse_mla_fwd(
         check_tensor("topk_length", topk_length, dtype=torch.int32, shape=(tokens,), device=device)
     if out is None:
         out = torch.empty(q.shape, dtype=torch.bfloat16, device=device)
-    check_tensor("out", out, dtype=torch.bfloat16, shape=q.shape, device=device, last_dim_contiguous=True)
+    check_output("out", out, torch.bfloat16, q.shape, device, last_dim_contiguous=True)
     max_logits = torch.empty((tokens, heads), dtype=torch.float32, device=device)
     lse = torch.empty_like(max_logits)
     result = SparseMlaOutput(out, max_logits, lse)

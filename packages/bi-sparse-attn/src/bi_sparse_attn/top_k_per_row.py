@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from bi_kernels._outputs import check_output
 from bi_kernels.runtime.checks import check_tensor, check_value
 
 from ._ops import launch
@@ -58,6 +59,7 @@ def top_k_per_row_prefill(
     if out is None:
         out = torch.empty((rows, top_k), dtype=torch.int32, device=logits.device)
     check_tensor("out", out, dtype=torch.int32, shape=(rows, "top_k"), device=logits.device)
+    check_output("out", out, torch.int32, out.shape, logits.device)
     check_value("out", out.shape[1] >= top_k, f"{top_k} columns or more", out.shape[1], "Allocate it wider.")
     launch("top_k_per_row_prefill", logits.device, logits, row_starts, row_ends, out, top_k)
     return out
@@ -86,8 +88,9 @@ def fill_row_ranges_(
     Invariance:
         Element ``i`` depends on ``positions[i]`` alone.
     """
-    check_tensor("row_starts", row_starts, dtype=torch.int32, shape=("capacity",))
-    check_tensor("row_ends", row_ends, dtype=torch.int32, shape=row_starts.shape, device=row_starts.device)
+    check_tensor("row_starts", row_starts, shape=("capacity",))
+    for name, buffer in (("row_starts", row_starts), ("row_ends", row_ends)):
+        check_output(name, buffer, torch.int32, row_starts.shape, row_starts.device)
     check_tensor("positions", positions, dtype=(torch.int32, torch.int64), shape=("tokens",), device=row_starts.device)
     check_compress_ratio(compress_ratio)
     tokens = positions.shape[0]

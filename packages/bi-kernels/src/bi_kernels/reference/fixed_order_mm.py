@@ -48,7 +48,7 @@ def error_bound(x: torch.Tensor, weight: torch.Tensor, *, out_dtype: torch.dtype
     A sum of K products in K additions, each rounded or truncated to float32, errs by at most ``K 2**-23`` of the sum
     of magnitudes, in whatever order; adding S pieces errs by S more. A matrix unit that aligns a few products and
     drops the bits below does no worse, as it keeps at least as many bits as float32. Rounding the result to bfloat16
-    adds half a unit, ``2**-9`` of it.
+    adds half a unit in the last place, at most ``2**-8`` of it.
 
     Args:
         x: ``(M, K)``, bfloat16.
@@ -62,5 +62,5 @@ def error_bound(x: torch.Tensor, weight: torch.Tensor, *, out_dtype: torch.dtype
     k = x.shape[-1]
     bound = (k + split_k(k)) * 2.0**-23 * magnitudes + k * 2.0**-149
     if out_dtype == torch.bfloat16:
-        bound = bound + 2.0**-9 * (magnitudes + bound) + 2.0**-134
+        bound = bound + 2.0**-8 * (magnitudes + bound) + 2.0**-134
     return bound

@@ -85,19 +85,23 @@ def fma(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> to
     return s.float()
 
 
+def _fma_normal(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """:func:`fma` of flat float64 tensors that hold float32 numbers, where no inexact result can be subnormal."""
+    s = torch.addcmul(c, a, b)  # a * b is exact, so it does not matter whether this fuses
+    middle = _is_middle(s).nonzero()[:, 0]
+    if len(middle):
+        found, p, addend = s[middle], (a * b)[middle], c.expand_as(s)[middle]
+        s[middle] = _round_to_odd(found, _two_sum_error(p, addend, found))
+    return s.float()
+
+
 def _horner(x: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
     """``p = fma(p, x, c)`` for each coefficient, from the highest; no intermediate result may be subnormal."""
     x64 = x.double()
-    p = torch.full_like(x64, _f32(coefficients[0]))
+    p = torch.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
-        c = torch.full((), _f32(coefficient), dtype=torch.float64, device=x.device)
-        s = torch.addcmul(c, p, x64)  # p * x64 is exact, so it does not matter whether this fuses
-        middle = _is_middle(s)
-        if bool(middle.any()):
-            found = s[middle]
-            s[middle] = _round_to_odd(found, _two_sum_error(p[middle] * x64[middle], c, found))
-        p = s.float().double()
-    return p.float()
+        p = _fma_normal(p.double(), x64, _as_f64(coefficient, x))
+    return p
 
 
 def _is_middle(s: torch.Tensor) -> torch.Tensor:
@@ -106,13 +110,13 @@ def _is_middle(s: torch.Tensor) -> torch.Tensor:
 
 
 def _in_blocks(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Run an elementwise function on pieces that stay in the cache: same bits, a third of the time."""
+    """Run an elementwise function on flat pieces that stay in the cache: same bits, a third of the time."""
 
     @functools.wraps(fn)
     def blocked(x: torch.Tensor) -> torch.Tensor:
-        if x.numel() <= _BLOCK:
-            return fn(x)
         flat = x.reshape(-1)
+        if len(flat) <= _BLOCK or x.device.type != "cpu":
+            return fn(flat).view(x.shape)
         return torch.cat([fn(flat[i : i + _BLOCK]) for i in range(0, len(flat), _BLOCK)]).view(x.shape)
 
     return blocked
@@ -134,8 +138,9 @@ def exp(x: torch.Tensor) -> torch.Tensor:
     # Clamping first keeps n in int range; 89 overflows to inf and -105 underflows to 0 by themselves.
     clamped = torch.clamp(x, -105.0, 89.0)
     n = torch.round(clamped * _f32(_LOG2E))
-    r = fma(n, -_LN2_HI, clamped)
-    r = fma(n, -_LN2_LO, r)
+    # The product is exact, so that this is an fma too; the next one's results are multiples of 2**-36, or x itself.
+    r = clamped - n * _LN2_HI
+    r = _fma_normal(n.double(), _as_f64(-_LN2_LO, x), r.double())
     p = _horner(r, (1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0))
     n = torch.where(torch.isnan(n), 0.0, n).to(torch.int32)
     half = n >> 1

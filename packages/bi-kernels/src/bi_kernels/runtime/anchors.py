@@ -11,6 +11,7 @@ Command line::
 
 from __future__ import annotations
 
+import abc
 import argparse
 import ast
 import hashlib
@@ -66,7 +67,7 @@ _MACHINERY = {
 }
 
 
-class Source:
+class Source(abc.ABC):
     """Source text of one vLLM release, by module. Parsed modules are kept."""
 
     version: str
@@ -74,9 +75,9 @@ class Source:
     def __init__(self) -> None:
         self._parsed: dict[str, tuple[list[str], ast.Module] | None] = {}
 
+    @abc.abstractmethod
     def read(self, path: str) -> str | None:
         """Text of a file, by its path below the import root; None if there is no such file."""
-        raise NotImplementedError
 
     def location(self, module: str) -> str | None:
         """Path of ``module`` below the import root, or None if there is no such module."""

@@ -40,7 +40,7 @@ def define_op(
         ContractError: An op of this name exists with another schema.
     """
     name = schema.split("(", 1)[0].strip()
-    fragment = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+    fragment = torch.library.Library(namespace, "FRAGMENT")
     existing = getattr(getattr(torch.ops, namespace), name, None)
     if existing is not None:
         have = existing.default._schema
@@ -51,9 +51,10 @@ def define_op(
                 [Blocker(f"{namespace}::{name}", str(want), str(have), "Uninstall the library that defines it.")],
             )
     else:
-        fragment.define(schema)  # type: ignore[no-untyped-call]
+        fragment.define(schema)
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", "CPU"):
-        fragment.impl(name, cpu, "CPU")  # type: ignore[no-untyped-call]
+        # Ops have no backward. Without this, one called with parameters would record its own reference's graph.
+        fragment.impl(name, torch.no_grad()(cpu), "CPU")
     torch.library.register_fake(f"{namespace}::{name}", fake or _writes_only, lib=fragment, allow_override=True)
     _FRAGMENTS.append(fragment)
     return getattr(getattr(torch.ops, namespace), name).default  # type: ignore[no-any-return]

@@ -181,7 +181,7 @@ class NativeLibrary:
 
         _import_ops(self.import_name)
         try:
-            torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+            torch.ops.load_library(str(path))
         except Exception as error:  # the dynamic loader's reason arrives as OSError, torch adds context around it
             return [Blocker(subject, f"{path} to load", _reason(error), f"{rebuild} Then compare the torch versions.")]
         self._loaded_from = path

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 __all__ = ["float_tensors", "partitions", "shapes", "tied_scores", "ue8m0_scales"]
 
+# Of each format: the integers that hold its bits, and in magnitude 1, the smallest normal number, and all exponent
+# bits set: the infinity, or the NaN of a format that has none.
 _BITS = {
-    torch.float32: (torch.int32, 0x7F800000),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float8_e4m3fn: (torch.uint8, 0x7F),
+    torch.float32: (torch.int32, 0x3F800000, 0x00800000, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x3F80, 0x0080, 0x7F80),
+    torch.float8_e4m3fn: (torch.uint8, 0x38, 0x08, 0x7F),
 }
 
 
@@ -38,16 +40,15 @@ def float_tensors(
         dtype: float32, bfloat16 or float8_e4m3fn.
         finite: Leave out NaN and infinities.
     """
-    integer, exponent = _BITS[dtype]
+    integer, one, normal, non_finite = _BITS[dtype]
     width = torch.iinfo(integer).bits
-    patterns = st.integers(0, 2**width - 1)
-    if finite:
-        # All ones in the exponent (in float8_e4m3fn: everywhere but in the sign) is no finite number.
-        patterns = patterns.filter(lambda bits: bits & exponent != exponent)
-    drawn = draw(st.lists(patterns, min_size=math.prod(shape), max_size=math.prod(shape)))
-    if integer.is_signed:
-        drawn = [bits - 2**width if bits >> (width - 1) else bits for bits in drawn]
-    return torch.tensor(drawn, dtype=integer).view(dtype).reshape(tuple(shape))
+    largest = non_finite - 1 if finite else 2 ** (width - 1) - 1
+    edges = st.sampled_from([0, 1, normal - 1, normal, one, non_finite - 1, *([] if finite else [non_finite, largest])])
+    # -2**(width - 1) is the sign bit of two's complement.
+    sign = st.sampled_from([0, -(2 ** (width - 1))])
+    signed = st.builds(int.__add__, st.integers(0, largest) | edges, sign)
+    drawn = draw(st.lists(signed, min_size=math.prod(shape), max_size=math.prod(shape)))
+    return torch.tensor(drawn, dtype=torch.int64).to(integer).view(dtype).reshape(tuple(shape))
 
 
 @st.composite

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from bi_kernels.reference.numerics import to_bf16, to_e4m3
 from bi_kernels.runtime.checks import check_value
 from bi_kernels.scale_format import ceil_to_ue8m0, pack_ue8m0, unpack_ue8m0
 
@@ -30,7 +31,6 @@ __all__ = [
 _NOPE, _GROUP, _KV_DATA, _KV_SCALES = 448, 64, 576, 8
 _INDEX_DATA, _INDEX_SCALES = 128, 4
 _E4M3_MAX = 448.0
-_E4M3_NAN = 0x7F
 _AMAX_FLOOR = 1e-4
 
 
@@ -200,8 +200,7 @@ def _check_insert(slots: torch.Tensor, num_slots: int) -> torch.Tensor:
 def _quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (uint8, shape of ``x``) and power-of-two scales (float32, without the last dimension) of float32 ``x``."""
     scale = ceil_to_ue8m0(x.abs().amax(-1).clamp(min=_AMAX_FLOOR) / _E4M3_MAX)  # NaN for a maximum of inf or NaN
-    codes = torch.clamp(x / scale.unsqueeze(-1), -_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.where(torch.isnan(scale).unsqueeze(-1), _E4M3_NAN, codes), scale
+    return to_e4m3(x / scale.unsqueeze(-1)).view(torch.uint8), scale
 
 
 @functools.cache
@@ -212,5 +211,4 @@ def _dequantized(device: torch.device) -> torch.Tensor:
     scales = unpack_ue8m0(every_byte.view(torch.int32), 256)
     # Exact in float32: codes are multiples of 2**-9, scales at least 2**-127, and subnormals reach down to 2**-149.
     # The one rounding is the conversion to bfloat16, and it drops bits below 2**-133 only.
-    table = (scales.unsqueeze(1) * codes).flatten().bfloat16()
-    return torch.where(torch.isnan(table), torch.full_like(table, torch.nan), table)  # 0x7fc0, not a vector unit's
+    return to_bf16((scales.unsqueeze(1) * codes).flatten())

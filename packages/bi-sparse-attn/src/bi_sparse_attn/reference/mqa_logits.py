@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bi_kernels.reference.numerics import canonical_nan
+
 __all__ = ["mqa_logits"]
 
 
@@ -25,8 +27,7 @@ def mqa_logits(
         # float64, in any order. The dot product is rounded once, here.
         dots = (q[:, head].double() @ keys).float()
         scores = scores + torch.clamp(dots, min=0.0) * weights[:, head : head + 1]
-    scores = scores * k_scale
-    scores = torch.where(torch.isnan(scores), torch.nan, scores)  # one NaN, whatever the BLAS makes of its sign
+    scores = canonical_nan(scores * k_scale)
     column = torch.arange(k.shape[0], device=q.device)
     inside = (column >= row_starts.unsqueeze(1)) & (column < row_ends.unsqueeze(1))
     scores = torch.where(inside, scores, -torch.inf)

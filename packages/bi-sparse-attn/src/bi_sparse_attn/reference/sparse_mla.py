@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from bi_kernels.reference.numerics import exp, exp_f64, log, mm_rn, tree_sum
+from bi_kernels.reference.numerics import canonical_nan, exp, exp_f64, log, mm_rn, to_bf16, tree_sum
 
 __all__ = ["SparseMlaOutput", "sparse_mla_fwd"]
 
@@ -68,13 +68,10 @@ def sparse_mla_fwd(
         part = slice(first, first + _TOKEN_TILE)
         acc, den, m = _attend(q[part], kv, indices[part].long(), valid[part], sm_scale)
         total = den if attn_sink is None else den + exp(attn_sink - m)
-        mean = (acc / total.unsqueeze(-1)).bfloat16()
-        mean = torch.where(torch.isnan(mean), torch.full_like(mean, torch.nan), mean)
         empty = m == -torch.inf
-        out[part] = torch.where(empty.unsqueeze(-1), torch.zeros_like(mean), mean)
-        max_logits[part] = m
-        # log() wants a positive normal number; den is at least 1, the greatest entry's own share, or NaN.
-        lse[part] = torch.where(empty, torch.inf, torch.where(den > 0, m + log(den), torch.nan))
+        out[part] = torch.where(empty.unsqueeze(-1), 0.0, to_bf16(acc / total.unsqueeze(-1)))
+        max_logits[part] = canonical_nan(m)
+        lse[part] = torch.where(empty, torch.inf, canonical_nan(m + log(den)))
     return SparseMlaOutput(out, max_logits, lse)
 
 
@@ -167,7 +164,7 @@ def _mm_rn(a: torch.Tensor, grain: torch.Tensor, b: torch.Tensor, b64: torch.Ten
         where = torch.nonzero(unsettled, as_tuple=True)
         pairs = mm_rn(a[where[:-1]].unsqueeze(-2), b[(*where[:-2], where[-1])].unsqueeze(-2))
         result[where] = pairs.flatten()
-    return torch.where(torch.isnan(result), torch.nan, result)
+    return canonical_nan(result)
 
 
 def _magnitude(x: torch.Tensor) -> torch.Tensor:
