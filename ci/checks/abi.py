@@ -4,7 +4,8 @@
 
 For every library: it uses libtorch through the stable C shim alone, and nothing newer than its declared torch
 target; it has no Python symbols; it holds cubins for exactly the architectures that its build_info.json names (or
-``--archs``), and no PTX; its flags have no fast math and no contraction. A pure wheel must hold no library. Exit code 1
+``--archs``), and no PTX; its flags have no fast math and no contraction; no text in it names
+a source file of the machine that built it. A pure wheel must hold no library. Exit code 1
 lists every fault.
 """
 
@@ -27,6 +28,8 @@ UNSTABLE = re.compile(r"^_ZT?[A-Z]*N?K?(2at|3c10|5torch|6caffe2)")
 PYTHON = re.compile(r"^_?Py")
 # Shim functions without a version guard in the headers are older than the guards themselves.
 UNGUARDED = (2, 9)
+# What __FILE__ leaves behind where the build's folders were not mapped away.
+SOURCE_PATH = re.compile(rb"(?<=\0)/[\w.+/-]+\.(?:cuh?|h|hpp|cpp)(?=\0)")
 FATBIN_MAGIC = 0xBA55ED50
 FATBIN_KINDS = {1: "PTX", 2: "cubin"}
 
@@ -42,6 +45,7 @@ class Library:
     needed: tuple[str, ...]
     glibc: Version
     images: tuple[str, ...]  # "sm_90a cubin", "sm_90 PTX", ...
+    source_paths: tuple[str, ...]  # absolute
 
 
 class Elf:
@@ -123,6 +127,7 @@ def read_library(data: bytes) -> Library:
         needed=tuple(elf.needed()),
         glibc=max(glibc, default=(0,)),
         images=tuple(sorted(set(gpu_images(elf.section(".nv_fatbin"))))),
+        source_paths=tuple(sorted({found.decode() for found in SOURCE_PATH.findall(data)})),
     )
 
 
@@ -190,6 +195,7 @@ def audit(
         f"needs {n}" for n in library.needed if n.startswith(("libpython", "libc10", "libtorch_cuda", "libcuda"))
     ]
     faults += [f"exports {n}" for n in library.exported if n.startswith("PyInit")]
+    faults += [f"names the build's file {n}: compile with -ffile-prefix-map" for n in library.source_paths]
     want = sorted(f"sm_{arch} cubin" for arch in archs)
     if list(library.images) != want:
         faults.append(f"GPU code: expected {', '.join(want)}; found {', '.join(library.images) or 'none'}")

@@ -23,10 +23,10 @@ def test_split_depends_on_k_alone_and_is_above_one_for_long_k() -> None:
         512: 2,
         1024: 4,
         2048: 8,
-        4096: 16,
-        7168: 16,
-        16_384: 16,
-        28_672: 16,
+        4096: 8,
+        7168: 8,
+        16_384: 8,
+        28_672: 8,
     }
     for k in (0, -64, 63, 100):
         with pytest.raises(ArgumentError, match="multiple of 64"):

@@ -102,6 +102,8 @@ PLAN = HookPlan(
             relies_on=(
                 f"{_EXPERTS}.batched_deep_gemm_moe:persistent_masked_m_silu_mul_quant",
                 f"{_EXPERTS}.batched_deep_gemm_moe:scales_shape_stride_dtype",
+                "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEExpertsModular.moe_problem_size",
+                "vllm.model_executor.layers.fused_moe.utils:_resize_cache",
                 "vllm.utils.deep_gemm:fp8_m_grouped_gemm_nt_masked",
             ),
         ),
