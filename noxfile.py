@@ -132,6 +132,14 @@ def gpu(session: nox.Session, package: str) -> None:
     run_tests(session, package, "gpu")
 
 
+@nox.session(tags=["gpu"], default=False, requires=all_built, venv_params=VENV)
+@nox.parametrize("package", ["bi-kernels"], ids=["bi-kernels"])
+def sanitizer(session: nox.Session, package: str) -> None:
+    """compute-sanitizer's four tools over one small call of each kernel; needs a GPU."""
+    install(session, *with_needs(package), "pytest", "hypothesis")
+    session.run("bash", "ci/gpu/sanitize.sh", package, external=True)
+
+
 @nox.session(tags=["release"], default=False, venv_params=VENV)
 @nox.parametrize("vllm", VLLM_VERSIONS, ids=VLLM_VERSIONS)
 def anchors(session: nox.Session, vllm: str) -> None:

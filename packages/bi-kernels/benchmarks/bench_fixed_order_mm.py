@@ -2,11 +2,11 @@
 
     python packages/bi-kernels/benchmarks/bench_fixed_order_mm.py --out results/h200.jsonl
 
-cuBLAS keeps the workspace it first got, so each of the two runs in a process of its own, alternating with ours there.
-One JSON line per shape (M, N, K): stock is ``torch.mm`` after ``init_batch_invariance`` (or, without vLLM, after the same
-settings), ratio is stock / ours; default_us and default_ratio are the plain ``torch.mm``. Everything is replayed from
-CUDA graphs; weights and inputs up to some tens of MB then stay in the L2 cache, for all alike. bitwise: every row equals
-the same row of a product with 4096 rows, compared in this run; within_bound: the error against float64.
+cuBLAS keeps the workspace it first got, so each of the two runs in a process of its own, alternating with ours
+there. One JSON line per shape (M, N, K): stock is ``torch.mm`` after ``init_batch_invariance`` (or, without vLLM, after
+the same settings), ratio is stock / ours; default_us and default_ratio are the plain ``torch.mm``. Everything is
+replayed from CUDA graphs; weights and inputs up to some tens of MB then stay in the L2 cache, for all alike. bitwise:
+every row equals the same row of a product with 4096 rows, compared in this run; within_bound: against float64.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 //
 // K is cut into kSplits equal pieces. Within a piece every output element is one chain of wgmma steps of sixteen
 // products, k ascending; the pieces are added in float32, ascending, starting from +0. That is the whole arithmetic, and
-// it is the same in every instantiation: tile sizes, and whether one block walks all pieces ("whole") or the eight
-// blocks of a cluster take one each ("split"), decide where an element is computed, never how. Rows of a tile do not
-// meet in wgmma, and rows past M are zeros that nothing stores.
+// it is the same in every instantiation: tile sizes, and whether one block walks all pieces or the blocks of a cluster
+// take some each, decide where an element is computed, never how. Rows of a tile do not meet in wgmma, and rows past M
+// are zeros that nothing stores.
 //
 // Only few rows leave most multiprocessors idle without a split; with many rows the split costs a reduction through
 // shared memory that they do not need. So which instantiation runs may follow M.
@@ -34,24 +34,31 @@ struct FixedOrderMmArgs {
     int64_t tiles;
 };
 
-// kShare blocks of a cluster take neighbouring column tiles and share the copies of x; 0: the cluster splits K instead.
-template <int kWarpgroups_, int kTileN_, int kShare_>
+// The pieces of a tile go to kCut blocks of a cluster; or, where one block has them all, the kShare blocks of a cluster
+// take neighbouring column tiles and share the copies of x.
+template <int kWarpgroups_, int kTileN_, int kCut_, int kShare_ = 1>
 struct FixedOrderMmConfig {
     static constexpr int kWarpgroups = kWarpgroups_;  // 64 rows each
     static constexpr int kTileM = 64 * kWarpgroups_;
     static constexpr int kTileN = kTileN_;
-    static constexpr bool kWhole = kShare_ > 0;
-    static constexpr int kShare = kWhole ? kShare_ : 1;
-    static constexpr int kCluster = kWhole ? kShare_ : kSplits;
+    static constexpr int kCut = kCut_, kShare = kShare_;
+    static constexpr bool kWhole = kCut == 1;
+    static constexpr int kPieces = kSplits / kCut;
+    static constexpr int kCluster = kCut * kShare;
+    static_assert(kCut == 1 || kShare == 1);
     // And those that feed them: a warpgroup where it gives up registers, else a warp.
     static constexpr int kThreads = 128 * kWarpgroups_ + (kWhole ? 128 : 32);
     static constexpr int kStageBytes = (kTileM + kTileN) * kBlockK * 2;
-    // Two blocks of a split fit on a multiprocessor: a GPC has room for few clusters of eight with one block each.
-    static constexpr int kStages = std::min(8, (kWhole ? 196608 : 100352) / kStageBytes);
+    // Two blocks with one piece fit on a multiprocessor: a GPC has room for few clusters of eight with one block each.
+    static constexpr int kStages = std::min(8, (kCut == kSplits ? 100352 : kWhole ? 196608 : 131072) / kStageBytes);
     static constexpr int kPiecePitch = kTileN + 8;  // floats: rows of a fragment then fall into different banks
-    static constexpr int kPieceBytes = kWhole ? 0 : kTileM * kPiecePitch * 4;
-    static constexpr int kTileBytes = std::max(kStages * kStageBytes, kPieceBytes);
+    static constexpr int kPieceBytes = kTileM * kPiecePitch * 4;
+    // A single piece may take the place of the stages, which are done by then.
+    static constexpr int kPiecesAt = kPieces == 1 ? 0 : kStages * kStageBytes;
+    static constexpr int kTileBytes =
+        kWhole ? kStages * kStageBytes : std::max(kStages * kStageBytes, kPiecesAt + kPieces * kPieceBytes);
     static constexpr int kSharedBytes = kTileBytes + 16 * kStages + 1024;  // barriers; alignment of the first tile
+    static_assert(kSharedBytes <= 232448);
 };
 
 template <bool kBf16>
@@ -126,7 +133,7 @@ __device__ __forceinline__ void add_piece(float (&total)[kCount], float (&piece)
 #endif
 
 template <class Config, bool kBf16>
-__global__ void __launch_bounds__(Config::kThreads, Config::kWhole ? 1 : 2)
+__global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 : 1)
     fixed_order_mm_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
                           const __grid_constant__ FixedOrderMmArgs a) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
@@ -154,10 +161,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kWhole ? 1 : 2)
     }
 
     const int steps = a.k / kSplits / kBlockK;  // of one piece
-    const int first_piece = Config::kWhole ? 0 : rank;
-    const int pieces = Config::kWhole ? kSplits : 1;
-    const int64_t first_tile = Config::kWhole ? blockIdx.x : blockIdx.x / kSplits;
-    const int64_t tile_stride = Config::kWhole ? gridDim.x : gridDim.x / kSplits;
+    const int first_piece = Config::kWhole ? 0 : rank * Config::kPieces;
+    const int64_t first_tile = blockIdx.x / Config::kCut;
+    const int64_t tile_stride = gridDim.x / Config::kCut;
 
     if (warpgroup == Config::kWarpgroups) {
         if constexpr (Config::kWhole) give_registers<40>();
@@ -168,7 +174,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kWhole ? 1 : 2)
             for (int64_t tile = first_tile; tile < a.tiles; tile += tile_stride) {
                 const int row = static_cast<int>(tile / a.tiles_n) * kTileM + rank % kShare * a.x_rows;
                 const int column = static_cast<int>(tile % a.tiles_n) * kTileN;
-                for (int step = 0; step < pieces * steps; ++step) {
+                for (int step = 0; step < Config::kPieces * steps; ++step) {
                     const int k = (first_piece * steps + step) * kBlockK;
                     const uint32_t x_tile = tiles + stage * Config::kStageBytes;
                     barrier_wait(empty + 8 * stage, parity);
@@ -227,21 +233,27 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kWhole ? 1 : 2)
             }
         } else {
             float piece[kRegisters];
-            consumer.template step<true>(piece);
-            for (int step = 1; step < steps; ++step) consumer.template step<false>(piece), consumer.release_before();
-            consumer.finish();
-            wgmma_pin(piece);
-            // This warpgroup's products have read all copies; the other one may still read.
-            asm volatile("bar.sync 1, %0;" ::"n"(128 * Config::kWarpgroups) : "memory");
+#pragma unroll 1
+            for (int p = 0; p < Config::kPieces; ++p) {
+                consumer.template step<true>(piece);
+                for (int step = 1; step < steps; ++step) consumer.template step<false>(piece), consumer.release_before();
+                consumer.finish();
+                wgmma_pin(piece);
+                if constexpr (Config::kPieces == 1) {
+                    // This warpgroup's products have read all copies; the other one may still read.
+                    asm volatile("bar.sync 1, %0;" ::"n"(128 * Config::kWarpgroups) : "memory");
+                }
+                const uint32_t mine = tiles + Config::kPiecesAt + p * Config::kPieceBytes;
 #pragma unroll
-            for (int i = 0; i < kTileN / 8; ++i) {
+                for (int i = 0; i < kTileN / 8; ++i) {
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const uint32_t at =
-                        tiles + 4 * ((fragment_row + 8 * h) * Config::kPiecePitch + fragment_column + 8 * i);
-                    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(piece[4 * i + 2 * h]),
-                                 "f"(piece[4 * i + 2 * h + 1])
-                                 : "memory");
+                    for (int h = 0; h < 2; ++h) {
+                        const uint32_t at =
+                            mine + 4 * ((fragment_row + 8 * h) * Config::kPiecePitch + fragment_column + 8 * i);
+                        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(piece[4 * i + 2 * h]),
+                                     "f"(piece[4 * i + 2 * h + 1])
+                                     : "memory");
+                    }
                 }
             }
         }
@@ -252,21 +264,23 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kWhole ? 1 : 2)
         cluster_sync();  // a block's barriers live while others arrive there
     }
     if constexpr (!Config::kWhole) {
-        // Each block adds up one eighth of the columns.
+        // Each block adds up its share of the columns.
         __syncwarp();
         cluster_sync();
-        constexpr int kColumns = kTileN / kSplits, kQuads = kColumns / 4;
+        constexpr int kColumns = kTileN / Config::kCut, kQuads = kColumns / 4;
         const int64_t tile = first_tile;
         const int64_t row0 = tile / a.tiles_n * kTileM;
         const int column0 = static_cast<int>(tile % a.tiles_n) * kTileN;
         const int rows = static_cast<int>(min(int64_t{kTileM}, a.m - row0));
         for (int item = threadIdx.x; item < rows * kQuads; item += Config::kThreads) {
             const int row = item / kQuads;
-            const int column = first_piece * kColumns + item % kQuads * 4;
-            const uint32_t at = tiles + 4 * (row * Config::kPiecePitch + column);
+            const int column = rank * kColumns + item % kQuads * 4;
+            const uint32_t at = tiles + Config::kPiecesAt + 4 * (row * Config::kPiecePitch + column);
             float4 part[kSplits];
 #pragma unroll
-            for (int i = 0; i < kSplits; ++i) part[i] = cluster_load(at, i);
+            for (int i = 0; i < kSplits; ++i) {
+                part[i] = cluster_load(at + i % Config::kPieces * Config::kPieceBytes, i / Config::kPieces);
+            }
             float4 sum = {};
 #pragma unroll
             for (int i = 0; i < kSplits; ++i) {
@@ -325,7 +339,7 @@ cudaError_t launch_fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTile
     attribute[0].id = cudaLaunchAttributeClusterDimension;
     attribute[0].val.clusterDim = {Config::kCluster, 1, 1};
     // A whole block takes tile after tile, so that copies of the next one run under the stores of this one.
-    const int64_t blocks = Config::kWhole ? std::min<int64_t>(args.tiles, processors / Config::kShare * Config::kShare) : args.tiles * kSplits;
+    const int64_t blocks = Config::kWhole ? std::min<int64_t>(args.tiles, processors / Config::kShare * Config::kShare) : args.tiles * Config::kCut;
     cudaLaunchConfig_t launch = {};
     launch.gridDim = dim3(static_cast<unsigned>(blocks));
     launch.blockDim = dim3(Config::kThreads);
@@ -345,19 +359,21 @@ cudaError_t fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTiled encod
     const auto run = [&]<class Config>(Config) {
         return launch_fixed_order_mm<Config, kBf16>(problem, encode, processors, stream);
     };
-    if (tiles(64, 64) <= 8) return run(FixedOrderMmConfig<1, 64, 0>{});
-    // The shortest K is read as fast by one block as its sum is put together from eight.
-    const bool split = problem.args.k > 2048 || m <= 32 || tiles(64, 64) <= 16;
-    if (split && tiles(64, 128) <= 16) return run(FixedOrderMmConfig<1, 128, 0>{});
-    if (split && tiles(128, 128) <= 12) return run(FixedOrderMmConfig<2, 128, 0>{});
+    if (tiles(64, 64) <= 8) return run(FixedOrderMmConfig<1, 64, 8>{});
+    if (tiles(64, 128) <= 12) return run(FixedOrderMmConfig<1, 128, 8>{});
+    // The shortest K is read as fast by one block as its sum is put together from several.
+    const bool long_k = problem.args.k > 2048;
+    if ((long_k || m <= 32) && tiles(64, 128) <= 16) return run(FixedOrderMmConfig<1, 128, 4>{});
+    if (long_k && tiles(64, 64) <= 64) return run(FixedOrderMmConfig<1, 64, 2>{});
     if (tiles(64, 64) <= 132) {
-        return tiles(64, 64) > 96 && m > n ? run(FixedOrderMmConfig<1, 64, 2>{}) : run(FixedOrderMmConfig<1, 64, 1>{});
+        return tiles(64, 64) > 96 && m > n ? run(FixedOrderMmConfig<1, 64, 1, 2>{})
+                                           : run(FixedOrderMmConfig<1, 64, 1>{});
     }
     if (tiles(128, 64) <= 132) {
-        if (m > 4 * n && n % 256 == 0) return run(FixedOrderMmConfig<1, 128, 2>{});
-        return m >= n ? run(FixedOrderMmConfig<2, 64, 2>{}) : run(FixedOrderMmConfig<2, 64, 1>{});
+        if (m > 4 * n && n % 256 == 0) return run(FixedOrderMmConfig<1, 128, 1, 2>{});
+        return m >= n ? run(FixedOrderMmConfig<2, 64, 1, 2>{}) : run(FixedOrderMmConfig<2, 64, 1>{});
     }
-    return n % 256 == 0 ? run(FixedOrderMmConfig<2, 128, 2>{}) : run(FixedOrderMmConfig<2, 128, 1>{});
+    return n % 256 == 0 ? run(FixedOrderMmConfig<2, 128, 1, 2>{}) : run(FixedOrderMmConfig<2, 128, 1>{});
 }
 
 }  // namespace bi

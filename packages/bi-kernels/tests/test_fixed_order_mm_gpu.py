@@ -18,9 +18,39 @@ by_n = pytest.mark.parametrize("n", CUDA_N, ids=lambda n: f"N={n}")
 by_k = pytest.mark.parametrize("k", CUDA_K, ids=lambda k: f"K={k}")
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
-# Both sides of every number of rows at which some N changes its tiles or its share of the cluster.
-ROWS = (1, 2, 7, 8, 9, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 768, 769, 1023, 1024, 1025, 1535,
-        1536, 1537, 2047, 2048, 2049, 2112, 2113, 3000)  # fmt: skip
+# Both sides of every number of rows at which some N changes its tiles or how they are shared.
+ROWS = (
+    *(
+        1,
+        2,
+        7,
+        8,
+        9,
+        16,
+        17,
+        32,
+        33,
+        63,
+        64,
+        65,
+        127,
+        128,
+        129,
+        192,
+        193,
+        255,
+        256,
+        257,
+        384,
+        385,
+        511,
+        512,
+        513,
+        640,
+        641,
+    ),
+    *(768, 769, 1023, 1024, 1025, 1088, 1089, 1408, 1409, 2047, 2048, 2049, 2112, 2113, 2816, 2817, 3000),
+)
 
 
 def operands(m, n, k, seed=0):
@@ -33,7 +63,7 @@ def operands(m, n, k, seed=0):
 @by_n
 @by_k
 def test_every_number_of_rows_gives_the_same_bits(n, k):
-    x, weight = operands(4200, n, k)
+    x, weight = operands(4400, n, k)
     every = fixed_order_mm(x, weight)
     for m in ROWS:
         for first in (0, 1100):

@@ -33,14 +33,13 @@ def test_fused_op(scale_format, limit):
 
 # One number of rows for each set of tiles.
 @pytest.mark.parametrize(
-    ("m", "n"),
-    [(1, 256), (70, 512), (600, 384), (300, 1024), (1100, 512), (1100, 256), (520, 2048), (1200, 1024), (1700, 384),
-     (2100, 1024)],
+    ("m", "n", "k"),
+    [(1, 256, 2048), (200, 256, 2048), (70, 1024, 4096), (250, 1024, 4096), (70, 1024, 2048), (1000, 512, 2048),
+     (2200, 256, 2048), (300, 2048, 2048), (1024, 1024, 2048), (520, 2048, 2048), (3000, 384, 2048)],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_fixed_order_mm(m, n, dtype):
-    k = 2048
+def test_fixed_order_mm(m, n, k, dtype):
     x, weight = torch.randn(m, k).bfloat16(), (torch.randn(n, k) / k**0.5).bfloat16()
     got = fixed_order_mm(x.cuda(), weight.cuda(), out_dtype=dtype).cpu()
     some = torch.tensor(sorted({0, m // 2, m - 1}))

@@ -199,7 +199,7 @@ def test_other_activations_mxfp8_scales_and_fp4_are_refused(hooked, monkeypatch)
     experts = contiguous_experts()
     x = torch.zeros(128, 512, dtype=torch.bfloat16, device="cuda")
     out = torch.empty(128, 256, dtype=torch.float8_e4m3fn, device="cuda")
-    with pytest.raises(ValueError, match="activation: expected MoEActivation.SILU"):
+    with pytest.raises(ValueError, match=r"activation: expected MoEActivation\.SILU"):
         experts._act_mul_quant(x, out, MoEActivation.SWIGLUSTEP)
     with pytest.raises(ValueError, match="x: expected dtype bfloat16"):
         experts._act_mul_quant(x.half(), out, silu())

@@ -108,8 +108,8 @@ def _check_cuda(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None)
     """What the kernel needs beyond what the reference needs."""
     if detect_arch(x.device) is not Arch.SM90:
         raise UnsupportedArchError(
-            "fixed_order_mm: expected a GPU of compute capability 9.0, got another one. The kernel is built on Hopper's "
-            "matrix instructions, and no other has been validated. Run on Hopper, or unset VLLM_BATCH_INVARIANT."
+            "fixed_order_mm: expected a GPU of compute capability 9.0, got another one. The kernel is built on "
+            "Hopper's matrix instructions, and no other has been validated. Run on Hopper."
         )
     for name, tensor, size in (
         ("x", x, 16),
