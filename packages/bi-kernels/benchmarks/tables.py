@@ -100,8 +100,8 @@ def tables() -> str:
         head = next(iter(records))
         results = f"[{path.stem}.txt](benchmarks/results/{path.stem}.txt)"
         parts += [
-            f"{head['gpu']}, torch {head['torch']}; microseconds, medians of 25 graph replays by turns. Versions, date and "
-            f" commands: {results}.",
+            f"{head['gpu']}, torch {head['torch']}; microseconds, medians of 25 graph replays by turns. Versions, date "
+            f"and commands: {results}.",
             "",
             "Fused activation and quantisation, `FLOAT32_CEIL_UE8M0`, clamp 10; the copy is a device-to-device copy of "
             "1 GiB in the same run.",
