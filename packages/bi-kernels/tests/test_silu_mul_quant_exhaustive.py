@@ -46,7 +46,7 @@ def test_every_pair_equals_the_reference(scale_format, limit):
         ones = torch.ones_like(gates)
         silu = silu_and_mul(torch.stack([gates, ones], -1), clamp_limit=limit, arch=Arch.SM90)
         up = ups.float() if limit is None else ups.float().clamp(-limit, limit)
-        up = torch.where(torch.isfinite(ups), up, torch.nan)
+        up = torch.where(torch.isfinite(ups), up + 0.0, torch.nan)
         y = (silu.float() * up).bfloat16()
         want_q, want_s = quantize_groups(y.float().view(ROWS, 512, 128), scale_format)
         assert_bitwise_equal(s.contiguous(), want_s, f"scales of gates from {gates[0].item()}")
@@ -64,7 +64,7 @@ def test_the_product_above_is_the_references():
         want = silu_and_mul(torch.cat([values, up]).view(1, -1), clamp_limit=limit, arch=Arch.SM90)[0]
         silu = silu_and_mul(torch.stack([values, torch.ones_like(values)], -1), clamp_limit=limit, arch=Arch.SM90)
         clamped = up.float() if limit is None else up.float().clamp(-limit, limit)
-        got = (silu[:, 0].float() * torch.where(torch.isfinite(up), clamped, torch.nan)).bfloat16()
+        got = (silu[:, 0].float() * torch.where(torch.isfinite(up), clamped + 0.0, torch.nan)).bfloat16()
         nan = torch.isnan(want)
         assert torch.equal(nan, torch.isnan(got))
         assert_bitwise_equal(got[~nan], want[~nan])

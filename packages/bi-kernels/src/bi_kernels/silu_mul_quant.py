@@ -113,6 +113,8 @@ def silu_and_mul(x: torch.Tensor, *, clamp_limit: float | None = None, arch: Arc
     bfloat16, as vLLM's unfused Hopper chain does; on SM100 everything is float32 until the product is rounded. Below
     a gate of -88.73 ``exp`` overflows and SiLU is -0 (the true value is above -2.7e-37).
 
+    An up of -0 counts as +0: vLLM's kernels add up's bias, which is 0 here.
+
     Where gate or up is NaN or infinite the result is NaN (0x7fc0), with or without a clamp; that is the only
     difference to vLLM's chain, whose clamp turns an infinity into an ordinary number.
 

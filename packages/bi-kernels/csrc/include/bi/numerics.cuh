@@ -59,6 +59,12 @@ BI_FN uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) {
     asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
+// -0 becomes +0; nothing else changes.
+BI_FN uint32_t unsigned_zero_bf16x2(uint32_t a) {
+    uint32_t r;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(0u));
+    return r;
+}
 // Both products rounded once to bfloat16.
 BI_FN uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     uint32_t r;
@@ -141,6 +147,11 @@ BI_FN uint32_t min_abs_bf16x2(uint32_t a, uint32_t b) {
 BI_FN uint32_t max_abs_bf16x2(uint32_t a, uint32_t b) {
     a = magnitudes(a) ^ 0x80008000u, b = magnitudes(b) ^ 0x80008000u;
     return (min_nan_bf16x2(a, b) & 0x7fff7fffu) | signs(a, b);
+}
+BI_FN uint32_t unsigned_zero_bf16x2(uint32_t a) {
+    if ((a & 0xffffu) == 0x8000u) a &= 0xffff0000u;
+    if ((a & 0xffff0000u) == 0x80000000u) a &= 0xffffu;
+    return a;
 }
 BI_FN uint32_t mul_bf16(float a, float b) {
     // A double holds the product of two bfloat16 numbers, and rounds nothing off that bfloat16 would keep.

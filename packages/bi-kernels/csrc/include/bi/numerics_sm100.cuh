@@ -26,7 +26,7 @@ struct Sm100 {
             gate = min_nan(gate, limit);
             up = max_nan(min_nan(up, limit), -limit);
         }
-        return mul_rn(silu(gate), up);
+        return mul_rn(silu(gate), add_rn(up, 0.0f));  // vLLM adds up's bias, which is 0: -0 becomes +0
     }
 };
 

@@ -46,6 +46,7 @@ struct Sm90 {
         for (int i = 0; i < kPairs; ++i) {
             g[i] = gate[i], u[i] = up[i];
             if constexpr (kClamp) g[i] = min_nan_bf16x2(g[i], top), u[i] = min_abs_bf16x2(u[i], top);
+            u[i] = unsigned_zero_bf16x2(u[i]);  // vLLM adds up's bias, which is 0
             steepest = max_u16x2(steepest, g[i]);
         }
         // As integers, the bfloat16 values <= -86.5 (and NaN with a sign) are those at and above 0xc2ad: there the

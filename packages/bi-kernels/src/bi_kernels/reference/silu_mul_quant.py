@@ -20,6 +20,7 @@ def silu_and_mul(x: torch.Tensor, *, clamp_limit: float | None = None, arch: Arc
     if clamp_limit is not None:
         gate = gate.clamp(max=clamp_limit)  # from above only: a very negative gate is already nothing
         up = up.clamp(-clamp_limit, clamp_limit)
+    up = up + 0.0  # -0 becomes +0: vLLM's kernels add the bias of the up half, which is 0
     if arch is Arch.SM90:
         if clamp_limit is not None:
             # Only a limit that bfloat16 cannot hold is changed by this.
