@@ -126,7 +126,7 @@ class Trace:
             trace._requests = {str(name): i for i, name in enumerate(record["requests"])}
             for field, target in (("ops", trace._digests), ("values", trace._values)):
                 for layer, op, rows in record[field]:
-                    target[int(layer), str(op)] = {(int(r), int(p)): value for r, p, value in rows}  # type: ignore[index]
+                    target[int(layer), str(op)] = {(int(r), int(p)): value for r, p, value in rows}
             trace.contradictions = [tuple(entry) for entry in record["contradictions"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TraceError(
