@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -16,14 +16,14 @@ __all__ = ["recompute_logprobs"]
 
 
 def recompute_logprobs(
-    model: DeepseekV4, deployment: Deployment, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    model: DeepseekV4, deployment: Deployment, sequences: Mapping[str, tuple[Sequence[int], Sequence[int]]]
 ) -> list[torch.Tensor]:
     """Logprobs of the response tokens, as a trainer computes them.
 
     Args:
         model: The actor's own model.
         deployment: Page sizes and capacities.
-        sequences: Prompt and response of each sequence.
+        sequences: Prompt and response of each sequence, by name.
 
     Returns:
         Per sequence, ``(len(response),)`` float32.
@@ -34,7 +34,7 @@ def recompute_logprobs(
     targets: list[int] = []
     lengths: list[int] = []
     pages = blocks = 0
-    for prompt, response in sequences:
+    for prompt, response in sequences.values():
         inputs = [*prompt, *response][:-1]  # the last token predicts nothing that was drawn
         tables = BlockTables()
         more_pages, more_blocks = tables.missing(len(inputs), deployment)
@@ -48,9 +48,10 @@ def recompute_logprobs(
         tokens += inputs
         parts.append((tables, 0, len(inputs)))
     caches = Caches(model.config, deployment, window_pages=pages, blocks=blocks)
-    hidden = model(torch.tensor(tokens), Batch(parts, deployment), caches)
+    batch = Batch(parts, deployment, names=list(sequences))
+    hidden = model(torch.tensor(tokens), batch, caches)
     logprobs = [
-        bk.selected_logprobs(model.logits(hidden[r]), t)
+        bk.selected_logprobs(model.logits(hidden, r, batch), t)
         for r, t in zip(torch.tensor(rows).split(256), torch.tensor(targets).split(256), strict=True)
     ]
     return list(torch.cat(logprobs).split(lengths))

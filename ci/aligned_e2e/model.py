@@ -17,6 +17,7 @@ import bi_kernels as bk
 import bi_moe_deepep as moe
 import bi_reload as reload
 import bi_sparse_attn as sparse
+from bi_kernels.testing.trace import probe
 
 from .config import Deployment, ModelConfig
 from .layers import pool_entries, rms_norm, rope, rope_table
@@ -111,20 +112,28 @@ class DeepseekV4(Part):
         )
         layer_input, post, comb, residual = pre
         for n, cache in enumerate(caches.layers):
-            residual = reload.mhc_post(self._attention(n, layer_input, batch, cache), residual, post, comb)
+            probe("mhc_pre, attention", layer_input, layer=n, rows=batch.rows)
+            attended = self._attention(n, layer_input, batch, cache)
+            residual = reload.mhc_post(attended, residual, post, comb)
+            probe("mhc_post, attention", residual, layer=n, rows=batch.rows)
             layer_input, post, comb = self._pre(residual, n, "ffn")
-            residual = reload.mhc_post(self._ffn(n, layer_input, token_ids), residual, post, comb)
+            probe("mhc_pre, ffn", layer_input, layer=n, rows=batch.rows)
+            residual = reload.mhc_post(self._ffn(n, layer_input, token_ids, batch), residual, post, comb)
+            probe("mhc_post, ffn", residual, layer=n, rows=batch.rows)
             if n + 1 < c.num_layers:
                 layer_input, post, comb = self._pre(residual, n + 1, "attn")
         collapsed = reload.mhc_head(
             residual, self.hc_head_fn, self.hc_head_scale, self.hc_head_base, rms_eps=c.rms_norm_eps, hc_eps=c.hc_eps
         )
+        probe("mhc_head", collapsed, layer=c.num_layers, rows=batch.rows)
         return rms_norm(collapsed, self.norm.weight, c.rms_norm_eps)
 
     @torch.no_grad()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``(T, vocab)`` float32 logits of ``(T, hidden)`` bfloat16 rows."""
-        return bk.fixed_order_mm(hidden, self.head.weight)
+    def logits(self, hidden: torch.Tensor, which: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """``(n, vocab)`` float32 logits of the ``n`` rows ``which`` of a batch's hidden states."""
+        logits = bk.fixed_order_mm(hidden[which], self.head.weight)
+        probe("logits", logits, layer=self.config.num_layers, rows=lambda: batch.rows().take(which))
+        return logits
 
     # -- mHC -------------------------------------------------------------------------------------------------------
 
@@ -164,6 +173,8 @@ class DeepseekV4(Part):
         q = rope(rms_norm(q, None, c.rms_norm_eps), table, batch.positions)
         kv = rms_norm(self._linear(x, attn.wkv), attn.kv_norm.weight, c.rms_norm_eps)
         kv = rope(kv, table, batch.positions)
+        probe("q", q, layer=n, rows=batch.rows)
+        probe("kv", kv, layer=n, rows=batch.rows)
         slots = batch.window_slots(batch.request, batch.positions)
         sparse.quantize_and_insert_kv_(cache.window, kv, slots, block_size=self.deployment.window_page)
         entries = self._compressed_entries(n, x, low, batch, cache)
@@ -172,8 +183,10 @@ class DeepseekV4(Part):
             self._attend_decode(n, q, entries, batch, cache, out)
         for segment in batch.prefill_segments:
             self._attend_prefill(n, q, entries, batch, segment, cache, out)
-        out = rope(out, table, batch.positions, inverse=True)
-        return self._output_projection(out, attn)
+        probe("sparse_mla", out, layer=n, rows=batch.rows)
+        projected = self._output_projection(rope(out, table, batch.positions, inverse=True), attn)
+        probe("output projection", projected, layer=n, rows=batch.rows)
+        return projected
 
     def _output_projection(self, out: torch.Tensor, attn: Part) -> torch.Tensor:
         """Grouped low-rank output: each group of heads through its own block of ``wo_a``, then all through ``wo_b``."""
@@ -196,12 +209,14 @@ class DeepseekV4(Part):
         if not ratio:
             return None
         done, pooled = self._compress(x, attn.compressor, ratio, c.head_dim, batch, cache.state)
+        probe("compressed entry", pooled, layer=n, rows=lambda: batch.rows().take(done))
         slots = batch.entry_slots(batch.request[done], batch.positions[done] // ratio, ratio)
         page = self.deployment.block // ratio
         sparse.quantize_and_insert_kv_(cache.compressed, pooled, slots, block_size=page)
         if ratio == 128:
             return sparse.c128_indices(batch.positions, width=self.capacities[ratio].topk_width)
         done, pooled = self._compress(x, attn.indexer.compressor, ratio, c.index_head_dim, batch, cache.index_state)
+        probe("index key", pooled, layer=n, rows=lambda: batch.rows().take(done))
         sparse.quantize_and_insert_index_k_(cache.index_k, pooled, slots, block_size=page)
         return self._select(n, x, low, batch, cache)
 
@@ -261,6 +276,7 @@ class DeepseekV4(Part):
             starts, ends = starts.to(torch.int32), ends.to(torch.int32)
             scores = sparse.mqa_logits(q8[rows], k8, k_scale, weights[rows], starts, ends)
             sparse.top_k_per_row_prefill(scores, starts, ends, c.index_topk, out=chosen[rows])
+        probe("top_k", chosen, layer=n, rows=batch.rows)
         return chosen
 
     def _attend_prefill(
@@ -332,21 +348,27 @@ class DeepseekV4(Part):
 
     # -- feed-forward ----------------------------------------------------------------------------------------------
 
-    def _ffn(self, n: int, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    def _ffn(self, n: int, x: torch.Tensor, token_ids: torch.Tensor, batch: Batch) -> torch.Tensor:
         c, ffn = self.config, self.layer(n).ffn
         hashed = n < c.num_hash_layers
+        logits = moe.router_gate_logits(x, ffn.gate.weight)
+        probe("router logits", logits, layer=n, rows=batch.rows)
         weights, ids = moe.select_experts(
-            moe.router_gate_logits(x, ffn.gate.weight),
+            logits,
             top_k=c.experts_per_token,
             bias=None if hashed else ffn.gate.bias,
             token_ids=token_ids if hashed else None,
             tid2eid=ffn.gate.tid2eid if hashed else None,
             routed_scaling_factor=c.routed_scaling_factor,
         )
+        probe("selected experts", ids, layer=n, rows=batch.rows)
         routed = self._routed(x, weights, ids, ffn.experts)
+        probe("routed experts", routed, layer=n, rows=batch.rows)
         shared = ffn.shared_experts
         hidden = bk.silu_and_mul(self._linear(x, shared.w13), clamp_limit=c.swiglu_limit, arch=c.arch)
-        return (routed.float() + self._linear(hidden, shared.w2).float()).bfloat16()
+        shared_out = self._linear(hidden, shared.w2)
+        probe("shared expert", shared_out, layer=n, rows=batch.rows)
+        return (routed.float() + shared_out.float()).bfloat16()
 
     def set_expert_ranks(self, ranks: int) -> None:
         """Share the experts among so many simulated ranks from now on; must not show in the bits."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bi_kernels.testing.trace import Rows
 from bi_sparse_attn import index_k_block_bytes, kv_block_bytes
 
 from .config import Deployment, ModelConfig
@@ -115,14 +116,21 @@ class Batch:
 
     Args:
         parts: Per request: its pages, the position of its first row, and how many rows it has.
+        names: Names of the requests, for traces.
         deployment: Page sizes.
         decode_requests: The first so many parts are single generated tokens and take the decode path.
     """
 
     def __init__(
-        self, parts: Sequence[tuple[BlockTables, int, int]], deployment: Deployment, *, decode_requests: int = 0
+        self,
+        parts: Sequence[tuple[BlockTables, int, int]],
+        deployment: Deployment,
+        *,
+        names: Sequence[str],
+        decode_requests: int = 0,
     ) -> None:
         self.deployment = deployment
+        self.names = tuple(names)
         self.segments: list[Segment] = []
         requests, positions, row = [], [], 0
         for i, (_, start, rows) in enumerate(parts):
@@ -141,6 +149,10 @@ class Batch:
     def prefill_segments(self) -> list[Segment]:
         """Segments that take the prefill path."""
         return self.segments[self.num_decode :]
+
+    def rows(self) -> Rows:
+        """Whose rows they are, for traces."""
+        return Rows(self.names, self.request, self.positions)
 
     def window_slots(self, request: torch.Tensor | int, positions: torch.Tensor) -> torch.Tensor:
         """Slot of each position in the window pages; -1 for negative positions."""

@@ -176,7 +176,10 @@ class RolloutEngine:
     def _step(self, parts: list[tuple[_Running, int]], running: list[_Running], on_token: Callable[[], None]) -> None:
         decodes = sum(rows == 1 for _, rows in parts)
         batch = Batch(
-            [(run.tables, run.computed, rows) for run, rows in parts], self.deployment, decode_requests=decodes
+            [(run.tables, run.computed, rows) for run, rows in parts],
+            self.deployment,
+            names=[run.request.name for run, _ in parts],
+            decode_requests=decodes,
         )
         token_ids = torch.tensor([t for run, rows in parts for t in run.tokens[run.computed : run.computed + rows]])
         hidden = self.model(token_ids, batch, self.caches)
@@ -188,7 +191,7 @@ class RolloutEngine:
             else:
                 self.plan.prefill_splits += 1
         if ready:
-            logits = self.model.logits(hidden[torch.tensor([row for _, row in ready])])
+            logits = self.model.logits(hidden, torch.tensor([row for _, row in ready]), batch)
             draws = [(run.request.seed, len(run.completion.tokens)) for run, _ in ready]
             drawn = draw(logits, draws, self.deployment.temperature)
             logprobs = bk.selected_logprobs(logits, drawn)

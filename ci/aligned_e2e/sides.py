@@ -89,7 +89,7 @@ def recompute(sides: Sides, seed: int, responses: Mapping[str, Sequence[int]]) -
     """The actor's logprobs of given responses."""
     torch.set_num_threads(2)
     model = sides.model(seed)
-    sequences = [(request.prompt, responses[request.name]) for request in sides.requests]
+    sequences = {request.name: (request.prompt, responses[request.name]) for request in sides.requests}
     rows = recompute_logprobs(model, sides.deployment, sequences)
     logprobs = {request.name: _bits(row) for request, row in zip(sides.requests, rows, strict=True)}
     return Recomputed(logprobs, _fingerprints(model))

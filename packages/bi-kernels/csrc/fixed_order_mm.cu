@@ -51,8 +51,13 @@ void fixed_order_mm(const Tensor& x, const Tensor& weight, const Tensor& out) {
         .w = weight.const_data_ptr(),
         .x_stride = m > 1 ? x.stride(0) : k,
         .w_stride = weight.stride(0),
-        .args = {.out = out.mutable_data_ptr(), .out_stride = out.stride(0), .m = m, .n = static_cast<int>(n),
-                 .k = static_cast<int>(k), .tiles_n = 0, .tiles = 0},
+        .args = {.out = out.mutable_data_ptr(),
+                 .out_stride = out.stride(0),
+                 .m = m,
+                 .n = static_cast<int>(n),
+                 .k = static_cast<int>(k),
+                 .tiles_n = 0,
+                 .tiles = 0},
     };
     const torch::stable::accelerator::DeviceGuard guard(device);
     const cudaStream_t stream = bi::current_stream(device);

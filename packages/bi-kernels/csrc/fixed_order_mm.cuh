@@ -1,10 +1,10 @@
 // x[M, K] times weight[N, K] transposed, bfloat16 to float32, with an order of summation that K alone decides.
 //
 // K is cut into kSplits equal pieces. Within a piece every output element is one chain of wgmma steps of sixteen
-// products, k ascending; the pieces are added in float32, ascending, starting from +0. That is the whole arithmetic, and
-// it is the same in every instantiation: tile sizes, and whether one block walks all pieces or the blocks of a cluster
-// take some each, decide where an element is computed, never how. Rows of a tile do not meet in wgmma, and rows past M
-// are zeros that nothing stores.
+// products, k ascending; the pieces are added in float32, ascending, starting from +0. That is the whole arithmetic,
+// and it is the same in every instantiation: tile sizes, and whether one block walks all pieces or the blocks of a
+// cluster take some each, decide where an element is computed, never how. Rows of a tile do not meet in wgmma, and rows
+// past M are zeros that nothing stores.
 //
 // Only few rows leave most multiprocessors idle without a split; with many rows the split costs a reduction through
 // shared memory that they do not need. So which instantiation runs may follow M.
@@ -21,7 +21,7 @@
 
 namespace bi {
 
-constexpr int kSplits = 8;  // blocks of a portable cluster; bi_kernels.split_k for every supported K
+constexpr int kSplits = 8;   // blocks of a portable cluster; bi_kernels.split_k for every supported K
 constexpr int kBlockK = 64;  // 128 bytes: one row of the swizzle
 
 struct FixedOrderMmArgs {
@@ -181,8 +181,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 
                     barrier_arrive_expect(full + 8 * stage, bytes);
                     copy_box(x_tile + kTileM * kBlockK * 2, w_map, full + 8 * stage, k, column);
                     if constexpr (kShare > 1) {
-                        copy_box_to_all(x_tile + rank * (kTileM / kShare) * kBlockK * 2, x_map, full + 8 * stage, k, row,
-                                        (1 << kShare) - 1);
+                        copy_box_to_all(x_tile + rank * (kTileM / kShare) * kBlockK * 2, x_map, full + 8 * stage, k,
+                                        row, (1 << kShare) - 1);
                     } else {
                         copy_box(x_tile, x_map, full + 8 * stage, k, row);
                     }
@@ -208,10 +208,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 
                 for (int p = 1; p < kSplits - 1; p += 2) {
                     consumer.template step<true>(odd);
                     add_piece(total, even), consumer.release_before();
-                    for (int step = 1; step < steps; ++step) consumer.template step<false>(odd), consumer.release_before();
+                    for (int step = 1; step < steps; ++step)
+                        consumer.template step<false>(odd), consumer.release_before();
                     consumer.template step<true>(even);
                     add_piece(total, odd), consumer.release_before();
-                    for (int step = 1; step < steps; ++step) consumer.template step<false>(even), consumer.release_before();
+                    for (int step = 1; step < steps; ++step)
+                        consumer.template step<false>(even), consumer.release_before();
                 }
                 consumer.template step<true>(odd);
                 add_piece(total, even), consumer.release_before();
@@ -236,7 +238,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 
 #pragma unroll 1
             for (int p = 0; p < Config::kPieces; ++p) {
                 consumer.template step<true>(piece);
-                for (int step = 1; step < steps; ++step) consumer.template step<false>(piece), consumer.release_before();
+                for (int step = 1; step < steps; ++step)
+                    consumer.template step<false>(piece), consumer.release_before();
                 consumer.finish();
                 wgmma_pin(piece);
                 if constexpr (Config::kPieces == 1) {
@@ -339,7 +342,8 @@ cudaError_t launch_fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTile
     attribute[0].id = cudaLaunchAttributeClusterDimension;
     attribute[0].val.clusterDim = {Config::kCluster, 1, 1};
     // A whole block takes tile after tile, so that copies of the next one run under the stores of this one.
-    const int64_t blocks = Config::kWhole ? std::min<int64_t>(args.tiles, processors / Config::kShare * Config::kShare) : args.tiles * Config::kCut;
+    const int64_t blocks = Config::kWhole ? std::min<int64_t>(args.tiles, processors / Config::kShare * Config::kShare)
+                                          : args.tiles * Config::kCut;
     cudaLaunchConfig_t launch = {};
     launch.gridDim = dim3(static_cast<unsigned>(blocks));
     launch.blockDim = dim3(Config::kThreads);
@@ -353,7 +357,8 @@ cudaError_t launch_fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTile
 // Which tiles a call gets: any choice gives the same bits, so this may weigh rows against idle multiprocessors. The
 // limits are where the curves measured on an H200 cross; 132 blocks fill it.
 template <bool kBf16>
-cudaError_t fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTiled encode, int processors, cudaStream_t stream) {
+cudaError_t fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTiled encode, int processors,
+                           cudaStream_t stream) {
     const int64_t m = problem.args.m, n = problem.args.n;
     const auto tiles = [&](int64_t tile_m, int64_t tile_n) { return (m + tile_m - 1) / tile_m * (n / tile_n); };
     const auto run = [&]<class Config>(Config) {

@@ -8,8 +8,8 @@ namespace bi {
 struct Sm90 {
     static constexpr int kArch = 90;
 
-    // silu(x) for the bfloat16 values -86.5 < x <= 80: after rounding to bfloat16 it has the bits of the reference, up to
-    // the sign of zero. x has 65,536 values, so this is a matter of trying them all, which the tests do: a shorter
+    // silu(x) for the bfloat16 values -86.5 < x <= 80: after rounding to bfloat16 it has the bits of the reference, up
+    // to the sign of zero. x has 65,536 values, so this is a matter of trying them all, which the tests do: a shorter
     // polynomial than the reference's suffices (2**f for |f| <= 1/2, relative error 2**-23.7), and after one residual
     // step any reciprocal within two units in the last place.
     BI_FN static float silu_quotient(float x, float exponent) {
@@ -52,14 +52,13 @@ struct Sm90 {
         // As integers, the bfloat16 values <= -86.5 (and NaN with a sign) are those at and above 0xc2ad: there the
         // reciprocal is subnormal. A thread that holds one takes the exact division; the bits are the same.
         constexpr uint32_t kSteep = 0xc2adu;
-        const bool plain =
-            (steepest >> 16) < kSteep && (steepest & 0xffffu) < kSteep && (!kClamp || limit <= kFlat);
+        const bool plain = (steepest >> 16) < kSteep && (steepest & 0xffffu) < kSteep && (!kClamp || limit <= kFlat);
         if (__builtin_expect(plain, true)) {
 #pragma unroll
             for (int i = 0; i < kPairs; ++i) {
                 const uint32_t e = kClamp ? g[i] : min_nan_bf16x2(g[i], kFlatPair);
-                const uint32_t s = pack_bf16(silu_quotient(bf16_lo(g[i]), bf16_lo(e)),
-                                             silu_quotient(bf16_hi(g[i]), bf16_hi(e)));
+                const uint32_t s =
+                    pack_bf16(silu_quotient(bf16_lo(g[i]), bf16_lo(e)), silu_quotient(bf16_hi(g[i]), bf16_hi(e)));
                 // The quotient has the sign of its numerator; the residual step turns -0 into +0.
                 y[i] = mul_bf16x2(s | (g[i] & 0x80008000u), u[i]);
             }

@@ -52,8 +52,9 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int column,
                                          int row) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
-        ::"r"(target), "l"(&map), "r"(barrier), "r"(column), "r"(row)
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+        "[%2];" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row)
         : "memory");
 }
 // The same box to the same shared address, with the same barrier's bytes, in every block of the cluster in `blocks`.
@@ -61,8 +62,8 @@ __device__ __forceinline__ void copy_box_to_all(uint32_t target, const CUtensorM
                                                 int row, uint16_t blocks) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-        " [%0], [%1, {%3, %4}], [%2], %5;"
-        ::"r"(target), "l"(&map), "r"(barrier), "r"(column), "r"(row), "h"(blocks)
+        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "h"(blocks)
         : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
@@ -83,48 +84,16 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Descriptor of a K-major tile with rows of 128 bytes in the 128-byte swizzle, as copy_box leaves it; the tile starts at
-// a multiple of 1024 bytes. Adding 2 moves it by sixteen bfloat16 elements along K.
+// Descriptor of a K-major tile with rows of 128 bytes in the 128-byte swizzle, as copy_box leaves it; the tile starts
+// at a multiple of 1024 bytes. Adding 2 moves it by sixteen bfloat16 elements along K.
 __device__ __forceinline__ uint64_t wgmma_tile(uint32_t address) {
     return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) | ((address & 0x3ffff) >> 4);
 }
 
-// start: d[64 x kN] = a[64 x 16] b[kN x 16]^T by one warpgroup; add: d += the same. Thread t of the warpgroup holds, at d[4 i + 2 h + j], row
-// 16 (t / 32) + (t % 32) / 4 + 8 h and column 8 i + 2 (t % 4) + j.
+// start: d[64 x kN] = a[64 x 16] b[kN x 16]^T by one warpgroup; add: d += the same. Thread t of the warpgroup holds, at
+// d[4 i + 2 h + j], row 16 (t / 32) + (t % 32) / 4 + 8 h and column 8 i + 2 (t % 4) + j.
 template <int kN>
 struct Wgmma;
-
-template <>
-struct Wgmma<32> {
-    __device__ static void start(float (&d)[16], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, 0, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15}, "
-            "%16, %17, p, 1, 1, 0, 0;\n"
-            "}\n"
-            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
-              "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15])
-            : "l"(a), "l"(b));
-    }
-    __device__ static void add(float (&d)[16], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.eq.b32 p, 0, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15}, "
-            "%16, %17, p, 1, 1, 0, 0;\n"
-            "}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-            : "l"(a), "l"(b));
-    }
-};
 
 template <>
 struct Wgmma<64> {

@@ -1,4 +1,4 @@
-"""Test tools of the four packages: bitwise comparison, the invariance driver, hypothesis strategies, pytest plugin."""
+"""Test tools of the four packages: bitwise comparison, invariance driver, first-divergence tracer, strategies."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         num_threads,
         position_classes,
     )
+    from .trace import Divergence, Rows, Trace, TraceError, first_divergence, probe, recording
 
 __all__ = [
     "BATCH_SIZES",
@@ -24,17 +25,26 @@ __all__ = [
     "QUICK_BATCH_SIZES",
     "BatchVarianceError",
     "Difference",
+    "Divergence",
+    "Rows",
+    "Trace",
+    "TraceError",
     "assert_batch_invariant",
     "assert_bitwise_equal",
     "bit_view",
     "first_difference",
+    "first_divergence",
     "must_detect",
     "num_threads",
     "position_classes",
+    "probe",
+    "recording",
 ]
 
-_MODULES = dict.fromkeys(__all__, "invariance") | dict.fromkeys(
-    ("Difference", "assert_bitwise_equal", "bit_view", "first_difference"), "bitwise"
+_MODULES = (
+    dict.fromkeys(__all__, "invariance")
+    | dict.fromkeys(("Difference", "assert_bitwise_equal", "bit_view", "first_difference"), "bitwise")
+    | dict.fromkeys(("Divergence", "Rows", "Trace", "TraceError", "first_divergence", "probe", "recording"), "trace")
 )
 
 
