@@ -74,10 +74,11 @@ def run(console: Console) -> Report:
         serving = [workers.submit(f"rollout, {schedule.name}", serve, sides, schedule) for schedule in SCHEDULES]
         first = workers.result(serving[0])
         recomputing = workers.submit("actor", recompute, sides, OLD_SEED, first.tokens)
-        runs = [workers.result(future) for future in serving]
         reloaded = workers.result(reloading)
+        rechecking = workers.submit("actor, new weights", recompute, sides, NEW_SEED, reloaded.new.tokens)
+        runs = [workers.result(future) for future in serving]
         expected = workers.result(recomputing).logprobs
-        actor = workers.result(workers.submit("actor, new weights", recompute, sides, NEW_SEED, reloaded.new.tokens))
+        actor = workers.result(rechecking)
     report.schedules = [
         compare(schedule.name, run, first.tokens, expected) for schedule, run in zip(SCHEDULES, runs, strict=True)
     ]

@@ -93,7 +93,7 @@ class Report:
         """Print the comparison and what the runs covered."""
         table = Table(title=f"aligned_e2e, profile {self.profile}")
         for column in ("run", "compared", "different", "seconds", "steps", "splits", "mixed", "preempted"):
-            table.add_column(column, justify="left" if column == "run" else "right")
+            table.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
         for row in [*self.schedules, *self.reload.get("comparisons", [])]:
             shown = (row.tokens_compared, row.tokens_different, row.seconds)
             did = (row.plan[k] for k in ("steps", "prefill_splits", "mixed_steps", "preemptions"))
