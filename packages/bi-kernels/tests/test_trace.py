@@ -26,8 +26,8 @@ def forward(tokens: list[tuple[str, int]], fault: tuple[int, str, str, int] | No
         for op in ("first", "second"):
             value = torch.tensor([[hash_of(name, p) + layer, p] for name, p in tokens], dtype=torch.float32)
             for i, (name, p) in enumerate(tokens):
-                late = fault is not None and name == fault[2] and p >= fault[3]
-                if late and (layer, op) >= fault[:2] and ((layer, op) == fault[:2] or p >= fault[3]):
+                # As a real fault does: from that token and that op on, in this request alone.
+                if fault is not None and name == fault[2] and p >= fault[3] and (layer, op) >= fault[:2]:
                     value[i, 1] = torch.nextafter(value[i, 1], torch.tensor(9e9))
             probe(op, value, layer=layer, rows=lambda: rows(*tokens))
 
