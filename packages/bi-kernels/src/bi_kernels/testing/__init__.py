@@ -17,7 +17,17 @@ if TYPE_CHECKING:
         num_threads,
         position_classes,
     )
-    from .trace import Divergence, Rows, Trace, TraceError, first_divergence, probe, recording
+    from .trace import (
+        Divergence,
+        Rows,
+        Trace,
+        TraceError,
+        first_divergence,
+        note_plan,
+        plan_differences,
+        probe,
+        recording,
+    )
 
 __all__ = [
     "BATCH_SIZES",
@@ -35,7 +45,9 @@ __all__ = [
     "first_difference",
     "first_divergence",
     "must_detect",
+    "note_plan",
     "num_threads",
+    "plan_differences",
     "position_classes",
     "probe",
     "recording",
@@ -44,7 +56,20 @@ __all__ = [
 _MODULES = (
     dict.fromkeys(__all__, "invariance")
     | dict.fromkeys(("Difference", "assert_bitwise_equal", "bit_view", "first_difference"), "bitwise")
-    | dict.fromkeys(("Divergence", "Rows", "Trace", "TraceError", "first_divergence", "probe", "recording"), "trace")
+    | dict.fromkeys(
+        (
+            "Divergence",
+            "Rows",
+            "Trace",
+            "TraceError",
+            "first_divergence",
+            "note_plan",
+            "plan_differences",
+            "probe",
+            "recording",
+        ),
+        "trace",
+    )
 )
 
 

@@ -2,7 +2,8 @@
 
 A forward pass calls :func:`probe` after each op. While a :class:`Trace` records, that keeps a 64-bit digest of every
 row, under the row's request and position; otherwise it returns at once. Two traces of the same tokens are compared by
-:func:`first_divergence`, or by ``bi-bisect A B`` from files.
+:func:`first_divergence`, or by ``bi-bisect A B`` from files. What decides geometry (a capacity, a chunk, a split) is
+recorded by :func:`note_plan`, because a plan that follows the batch need not show in the bits of this machine.
 """
 
 from __future__ import annotations
@@ -21,9 +22,21 @@ import torch
 from ..runtime.errors import BatchInvarianceError
 from .bitwise import bit_view
 
-__all__ = ["Divergence", "Rows", "Trace", "TraceError", "first_divergence", "main", "probe", "recording", "row_digests"]
+__all__ = [
+    "Divergence",
+    "Rows",
+    "Trace",
+    "TraceError",
+    "first_divergence",
+    "main",
+    "note_plan",
+    "plan_differences",
+    "probe",
+    "recording",
+    "row_digests",
+]
 
-_FORMAT = 1
+_FORMAT = 2
 _SHOWN = 8
 
 
@@ -64,6 +77,7 @@ class Trace:
         self._digests: dict[tuple[int, str], dict[tuple[int, int], int]] = {}
         self._values: dict[tuple[int, str], dict[tuple[int, int], list[int]]] = {}
         self.contradictions: list[tuple[int, str, str, int]] = []
+        self.plan: dict[str, set[str]] = {}
 
     def record(self, op: str, tensor: torch.Tensor, *, layer: int, rows: Rows) -> None:
         """Keep the digest of each row of ``tensor``, ``(rows, ...)``.
@@ -106,6 +120,7 @@ class Trace:
             "values": [[layer, op, [[*key, bits] for key, bits in rows.items()]]
                        for (layer, op), rows in self._values.items()],
             "contradictions": self.contradictions,
+            "plan": {name: sorted(values) for name, values in self.plan.items()},
         }  # fmt: skip
         Path(path).write_text(json.dumps(record), encoding="utf-8")
 
@@ -128,7 +143,8 @@ class Trace:
                 for layer, op, rows in record[field]:
                     target[int(layer), str(op)] = {(int(r), int(p)): value for r, p, value in rows}
             trace.contradictions = [tuple(entry) for entry in record["contradictions"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            trace.plan = {str(name): {str(value) for value in values} for name, values in record["plan"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise TraceError(
                 f"{path}: expected a trace written by Trace.save, got something else ({error}). Record it anew."
             ) from error
@@ -183,6 +199,28 @@ def probe(op: str, tensor: torch.Tensor, *, layer: int, rows: Callable[[], Rows]
     """
     if _active is not None:
         _active.record(op, tensor, layer=layer, rows=rows())
+
+
+def note_plan(name: str, value: object) -> None:
+    """Record what geometry was chosen, if a trace is recording; otherwise one comparison, and nothing else.
+
+    Args:
+        name: What was chosen. Where it may depend on something (a chunk on its own request's length), that is part of
+            the name: under one name no batch may change the value.
+        value: Anything whose ``str`` says what was chosen.
+    """
+    if _active is not None:
+        _active.plan.setdefault(name, set()).add(str(value))
+
+
+def plan_differences(a: Trace, b: Trace) -> list[str]:
+    """Plans that differ between two traces, or within one of them; one line each. Names of one trace only are fine."""
+    lines = []
+    for name in sorted(a.plan.keys() & b.plan.keys()):
+        mine, theirs = a.plan[name], b.plan[name]
+        if mine != theirs or len(mine) > 1:
+            lines.append(f"{name}: {', '.join(sorted(mine))} against {', '.join(sorted(theirs))}")
+    return lines
 
 
 def row_digests(tensor: torch.Tensor) -> torch.Tensor:
@@ -255,15 +293,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"bi-bisect: {error}", markup=False)
         return 2
     contradictions = {"a": a.contradictions, "b": b.contradictions}
+    plans = plan_differences(a, b)
     if arguments.json is not None:
         found = asdict(divergence) if divergence is not None else None
-        record: dict[str, Any] = {"divergence": found, "contradictions": contradictions}
+        record: dict[str, Any] = {"divergence": found, "contradictions": contradictions, "plan": plans}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     console.print(_table(a, b, divergence))
     for name, entries in contradictions.items():
         for layer, op, request, position in entries[:_SHOWN]:
             console.print(f"{name} contradicts itself: layer {layer}, {op}, {request} at {position}", markup=False)
-    return 1 if divergence is not None or any(contradictions.values()) else 0
+    for line in plans:
+        console.print(f"plan differs: {line}", markup=False)
+    return 1 if divergence is not None or plans or any(contradictions.values()) else 0
 
 
 def _table(a: Trace, b: Trace, divergence: Divergence | None) -> Any:
