@@ -152,7 +152,7 @@ def anchors(session: nox.Session, vllm: str) -> None:
 @nox.session(default=False, requires=all_built, venv_params=VENV)
 def aligned_e2e(session: nox.Session) -> None:
     """The full aligned stack: four wheels, their suites, then rollout, actor and reload. ``-- --profile cpu`` etc."""
-    install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, "pytest", "hypothesis")
+    install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, "transformers", "pytest", "hypothesis")
     for package in PACKAGES:
         run_tests(session, package, "not gpu")
     session.env["PYTHONPATH"] = str(ROOT / "ci")

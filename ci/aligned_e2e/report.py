@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .findings import Agreement, Finding
 from .sides import Served
 
 __all__ = ["Comparison", "Report", "compare"]
@@ -68,6 +69,9 @@ class Report:
     schedules: list[Comparison] = field(default_factory=list)
     reload: dict[str, Any] = field(default_factory=dict)
     coverage: dict[str, Any] = field(default_factory=dict)
+    sabotages: list[Finding] = field(default_factory=list)
+    oracle: Agreement | None = None
+    cases: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -82,6 +86,9 @@ class Report:
         found += [f"vacuous: {name} is {value}" for name, value in self.coverage.items() if not value]
         if self.reload and not self.reload["ok"]:
             found.append(f"reload: {self.reload['problems']}")
+        found += [f"sabotage, {s.name}: caught by {s.caught_by}, {s.detail}" for s in self.sabotages if not s.caught]
+        if self.oracle is not None:
+            found += self.oracle.problems
         return found
 
     def write(self, path: pathlib.Path) -> None:
@@ -99,6 +106,17 @@ class Report:
             did = (row.plan[k] for k in ("steps", "prefill_splits", "mixed_steps", "preemptions"))
             table.add_row(row.name, *map(str, (*shown, *did)), style="red" if row.tokens_different else None)
         console.print(table)
+        if self.sabotages:
+            table = Table(title="sabotages")
+            for column in ("fault", "caught by", "layer", "op"):
+                table.add_column(column)
+            for fault in self.sabotages:
+                where = (fault.located_layer, fault.located_op)
+                cells = (fault.name, fault.caught_by or "nobody", *("" if w is None else str(w) for w in where))
+                table.add_row(*cells, style=None if fault.caught else "red")
+            console.print(table)
+        if self.oracle is not None:
+            console.print(self.oracle.summary)
         for failure in self.failures:
             console.print(f"[red]FAILED[/red] {failure}")
         if not self.failures:

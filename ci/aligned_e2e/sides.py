@@ -27,7 +27,9 @@ __all__ = [
     "Sides",
     "recompute",
     "reload_and_serve",
+    "send_weights",
     "serve",
+    "serve_with",
 ]
 
 OLD_SEED, NEW_SEED = 0, 1
@@ -82,7 +84,7 @@ class Reloaded:
 def serve(sides: Sides, schedule: Schedule) -> Served:
     """Serve every request with the old weights."""
     torch.set_num_threads(1)
-    return _serve(sides, sides.model(OLD_SEED), schedule)
+    return serve_with(sides, sides.model(OLD_SEED), schedule)
 
 
 def recompute(sides: Sides, seed: int, responses: Mapping[str, Sequence[int]]) -> Recomputed:
@@ -103,10 +105,10 @@ def reload_and_serve(sides: Sides, schedules: tuple[Schedule, Schedule]) -> Relo
     problems: list[str] = []
 
     send_weights(model, sides.checkpoint(NEW_SEED), bucket_seed=11, ledger=ledger)
-    new = _serve(sides, model, schedules[0])
+    new = serve_with(sides, model, schedules[0])
     fingerprints = _fingerprints(model)
     send_weights(model, sides.checkpoint(OLD_SEED), bucket_seed=12, ledger=ledger)
-    old = _serve(sides, model, schedules[1])
+    old = serve_with(sides, model, schedules[1])
     problems += [f"address: {difference}" for difference in ledger.diff(model)]
     return Reloaded(new, old, fingerprints, problems)
 
@@ -128,7 +130,8 @@ def send_weights(
     update.finish()
 
 
-def _serve(sides: Sides, model: DeepseekV4, schedule: Schedule) -> Served:
+def serve_with(sides: Sides, model: DeepseekV4, schedule: Schedule) -> Served:
+    """Serve every request on a given model."""
     started = time.monotonic()
     model.set_expert_ranks(schedule.ep_ranks)
     engine = RolloutEngine(model, schedule, sides.deployment, pool_seed=7 + len(schedule.name))
