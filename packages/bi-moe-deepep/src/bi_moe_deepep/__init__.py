@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .fp8_gemm import fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
     from .router import router_gate_logits, select_experts
     from .stage_tokens import StagedTokens, stage_tokens
+    from .transport_torch import TorchTransport
 
 __all__ = [
     "DispatchedTokens",
@@ -41,6 +42,7 @@ __all__ = [
     "SlicePlan",
     "StagedDispatcher",
     "StagedTokens",
+    "TorchTransport",
     "Transport",
     "TransportError",
     "__version__",
@@ -85,5 +87,6 @@ _attach(
         "select_experts": "router",
         "StagedTokens": "stage_tokens",
         "stage_tokens": "stage_tokens",
+        "TorchTransport": "transport_torch",
     },
 )
