@@ -19,7 +19,7 @@ from bi_kernels.runtime.errors import CapacityError
 
 from .combine_ordered import combine_ordered
 from .dispatch import DispatchedTokens, TransportError
-from .stage_tokens import stage_tokens
+from .stage_tokens import StagedTokens, stage_tokens
 
 __all__ = ["TorchTransport"]
 
@@ -140,14 +140,20 @@ class TorchTransport:
             "low_latency_dispatch", x.is_cuda, lambda: dist.all_gather_into_tensor(received, sent, self._group, True)
         )
 
-        num_local_experts = num_experts // self.world_size
+        num_local_experts, rows = num_experts // self.world_size, self.world_size * capacity
         staged = stage_tokens(
             received[:, : 2 * hidden].view(torch.bfloat16),
             received[:, width : width + 4 * top_k].view(torch.int32),
             num_experts=num_experts,
-            capacity=self.world_size * capacity,
+            capacity=rows,
             first_expert=self.rank * num_local_experts,
             num_local_experts=num_local_experts,
+            # Rows past the counts stay as they are: clearing them would take longer than staging.
+            out=StagedTokens(
+                x.new_empty((num_local_experts, rows, hidden)),
+                torch.empty(num_local_experts, dtype=torch.int32, device=x.device),
+                torch.empty((rows, top_k), dtype=torch.int32, device=x.device),
+            ),
         )
         return DispatchedTokens(staged.x, staged.counts, _Handle(staged.slots, capacity, num_local_experts))
 
