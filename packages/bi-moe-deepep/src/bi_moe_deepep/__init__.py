@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         probe_deep_gemm,
         supports_deep_gemm_batch_invariance,
     )
+    from .deep_gemm_proof import DeepGemmShapes, prove_deep_gemm
     from .dispatch import (
         DispatchedTokens,
         InProcessTransport,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .transport_torch import TorchTransport
 
 __all__ = [
+    "DeepGemmShapes",
     "DispatchedTokens",
     "ExpertCapacity",
     "InProcessTransport",
@@ -56,6 +58,7 @@ __all__ = [
     "native_available",
     "plan_slices",
     "probe_deep_gemm",
+    "prove_deep_gemm",
     "router_gate_logits",
     "select_experts",
     "stage_tokens",
@@ -71,6 +74,8 @@ _attach(
         "enable_deep_gemm_batch_invariance": "deep_gemm",
         "probe_deep_gemm": "deep_gemm",
         "supports_deep_gemm_batch_invariance": "deep_gemm",
+        "DeepGemmShapes": "deep_gemm_proof",
+        "prove_deep_gemm": "deep_gemm_proof",
         "DispatchedTokens": "dispatch",
         "InProcessTransport": "dispatch",
         "SlicePlan": "dispatch",
