@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from .fp8_gemm import fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
     from .router import router_gate_logits, select_experts
     from .stage_tokens import StagedTokens, stage_tokens
+    from .transport_deepep import DeepEPTransport
     from .transport_torch import TorchTransport
 
 __all__ = [
+    "DeepEPTransport",
     "DeepGemmShapes",
     "DispatchedTokens",
     "ExpertCapacity",
@@ -92,6 +94,7 @@ _attach(
         "select_experts": "router",
         "StagedTokens": "stage_tokens",
         "stage_tokens": "stage_tokens",
+        "DeepEPTransport": "transport_deepep",
         "TorchTransport": "transport_torch",
     },
 )
