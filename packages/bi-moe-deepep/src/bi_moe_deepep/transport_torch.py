@@ -19,11 +19,13 @@ from bi_kernels.runtime.errors import CapacityError
 
 from .combine_ordered import combine_ordered
 from .dispatch import DispatchedTokens, TransportError
-from .stage_tokens import stage_tokens
+from .stage_tokens import StagedTokens, stage_tokens
 
 __all__ = ["TorchTransport"]
 
 _CALLS = ("all_gather_ints", "low_latency_dispatch", "low_latency_combine")
+# Its name since torch 2.13, where the old one warns.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _ALIGN = 16  # bytes; rows of a message start where a kernel may load vectors
 
 
@@ -136,18 +138,22 @@ class TorchTransport:
         ids[:num_tokens] = topk_idx
         ids[num_tokens:] = -1
         received = sent.new_empty((self.world_size * capacity, width + ids_width))
-        self._wait(
-            "low_latency_dispatch", x.is_cuda, lambda: dist.all_gather_into_tensor(received, sent, self._group, True)
-        )
+        self._wait("low_latency_dispatch", x.is_cuda, lambda: _all_gather(received, sent, self._group, True))
 
-        num_local_experts = num_experts // self.world_size
+        num_local_experts, rows = num_experts // self.world_size, self.world_size * capacity
         staged = stage_tokens(
             received[:, : 2 * hidden].view(torch.bfloat16),
             received[:, width : width + 4 * top_k].view(torch.int32),
             num_experts=num_experts,
-            capacity=self.world_size * capacity,
+            capacity=rows,
             first_expert=self.rank * num_local_experts,
             num_local_experts=num_local_experts,
+            # Rows past the counts stay as they are: clearing them would take longer than staging.
+            out=StagedTokens(
+                x.new_empty((num_local_experts, rows, hidden)),
+                torch.empty(num_local_experts, dtype=torch.int32, device=x.device),
+                torch.empty((rows, top_k), dtype=torch.int32, device=x.device),
+            ),
         )
         return DispatchedTokens(staged.x, staged.counts, _Handle(staged.slots, capacity, num_local_experts))
 
@@ -227,7 +233,7 @@ class TorchTransport:
     def _gather(self, call: str, mine: torch.Tensor) -> list[list[int]]:
         """A host tensor of every rank, by rank."""
         everyone = torch.empty((self.world_size, mine.numel()), dtype=torch.int64)
-        self._wait(call, False, lambda: dist.all_gather_into_tensor(everyone.flatten(), mine, self._control, True))
+        self._wait(call, False, lambda: _all_gather(everyone.flatten(), mine, self._control, True))
         found: list[list[int]] = everyone.tolist()
         return found
 
