@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from . import _ops
-from ._outputs import check_output
+from ._outputs import check_masked_m, check_output
 from .arch import Arch, detect_arch
 from .reference import silu_mul_quant as reference
 from .runtime.checks import check_rows_aligned, check_tensor, check_value
@@ -80,7 +80,7 @@ def fused_silu_mul_per_token_group_quant(
     )
     _check_limit(clamp_limit)
     if masked_m is not None:
-        _check_masked_m(masked_m, x)
+        check_masked_m(masked_m, x, "2 I")
     if arch is None:
         arch = detect_arch(x.device)
     _check_arch(arch)
@@ -216,18 +216,3 @@ def _check_limit(clamp_limit: float | None) -> None:
 
 def _check_arch(arch: Arch) -> None:
     check_value("arch", isinstance(arch, Arch), "Arch.SM90 or Arch.SM100", repr(arch), "Use detect_arch(device).")
-
-
-def _check_masked_m(masked_m: torch.Tensor, x: torch.Tensor) -> None:
-    check_value("masked_m", x.dim() == 3, "None, as x is (M, 2 I)", "a tensor", "Pass x as (E, T, 2 I).")
-    experts, capacity = x.shape[:2]
-    check_tensor("masked_m", masked_m, dtype=torch.int32, shape=(experts,), device=x.device, contiguous=True)
-    if masked_m.device.type == "cpu" and experts:
-        low, high = (int(v) for v in masked_m.aminmax())
-        check_value(
-            "masked_m",
-            low >= 0 and high <= capacity,
-            f"values from 0 to {capacity}",
-            f"values from {low} to {high}",
-            "Raise the expert capacity, or split the batch into slices.",
-        )
