@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 import bi_kernels as bk
+from bi_kernels.testing.trace import row_digests
 
 from .config import Deployment
 from .model import DeepseekV4
@@ -17,7 +18,7 @@ __all__ = ["recompute_logprobs"]
 
 def recompute_logprobs(
     model: DeepseekV4, deployment: Deployment, sequences: Mapping[str, tuple[Sequence[int], Sequence[int]]]
-) -> list[torch.Tensor]:
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Logprobs of the response tokens, as a trainer computes them.
 
     Args:
@@ -26,7 +27,8 @@ def recompute_logprobs(
         sequences: Prompt and response of each sequence, by name.
 
     Returns:
-        Per sequence, ``(len(response),)`` float32.
+        Per sequence, the logprobs, ``(len(response),)`` float32, and the digests of the logits they came from,
+        ``(len(response),)`` int64.
     """
     parts: list[tuple[BlockTables, int, int]] = []
     tokens: list[int] = []
@@ -50,8 +52,9 @@ def recompute_logprobs(
     caches = Caches(model.config, deployment, window_pages=pages, blocks=blocks)
     batch = Batch(parts, deployment, names=list(sequences))
     hidden = model(torch.tensor(tokens), batch, caches)
-    logprobs = [
-        bk.selected_logprobs(model.logits(hidden, r, batch), t)
-        for r, t in zip(torch.tensor(rows).split(256), torch.tensor(targets).split(256), strict=True)
-    ]
-    return list(torch.cat(logprobs).split(lengths))
+    logprobs, digests = [], []
+    for some, wanted in zip(torch.tensor(rows).split(256), torch.tensor(targets).split(256), strict=True):
+        logits = model.logits(hidden, some, batch)
+        logprobs.append(bk.selected_logprobs(logits, wanted))
+        digests.append(row_digests(logits))
+    return list(zip(torch.cat(logprobs).split(lengths), torch.cat(digests).split(lengths), strict=True))

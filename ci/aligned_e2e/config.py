@@ -69,5 +69,5 @@ class Deployment:
     window_page: int = 64
     block: int = 256
     prefill_chunk: int = 512
-    expert_capacity: int = 128
+    expert_capacity: int = 256
     temperature: float = 1.0

@@ -369,7 +369,7 @@ class DeepseekV4(Part):
         )
         probe("selected experts", ids, layer=n, rows=batch.rows)
         probe("expert weights", weights, layer=n, rows=batch.rows)
-        routed = self._routed(x, weights, ids, ffn.experts)
+        routed = self._routed(x, weights, ids, ffn.experts, batch.bucket)
         probe("routed experts", routed, layer=n, rows=batch.rows)
         shared = ffn.shared_experts
         hidden = bk.silu_and_mul(self._linear(x, shared.w13), clamp_limit=c.swiglu_limit, arch=c.arch)
@@ -379,21 +379,49 @@ class DeepseekV4(Part):
 
     def set_expert_ranks(self, ranks: int) -> None:
         """Share the experts among so many simulated ranks from now on; must not show in the bits."""
-        self.transport = moe.InProcessTransport(ranks)
+        self.ranks = moe.InProcessTransport(ranks)
+        self.group: moe.Transport | None = None
 
-    def _routed(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Part) -> torch.Tensor:
-        """Routed experts of all rows: every rank brings its part of the rows and holds its part of the experts."""
+    def join_group(self, transport: moe.Transport) -> None:
+        """Be one rank of a group of processes from now on, with batches of its own and its part of the experts.
+
+        The other experts are poisoned: using one would show as NaN.
+        """
+        self.group = transport
+        local = self.config.num_experts // transport.world_size
+        for n in range(self.config.num_layers):
+            for name, weight in self.layer(n).ffn.experts.named_parameters():
+                others = torch.ones(len(weight), dtype=torch.bool)
+                others[transport.rank * local : (transport.rank + 1) * local] = False
+                if name.endswith("weight"):
+                    weight.view(torch.uint8)[others] = 0x7F
+
+    def largest_batch(self, rows: int) -> int:
+        """Rows of the largest batch of any rank of the group; a collective."""
+        return rows if self.group is None else max(rank[0] for rank in self.group.all_gather_ints([rows]))
+
+    @torch.no_grad()
+    def lend_experts(self, bucket: int) -> None:
+        """Take part in one forward call of the other ranks, without rows. ``bucket`` is the largest batch."""
+        c = self.config
+        nothing = torch.empty(0, c.hidden_size, dtype=torch.bfloat16)
+        weights, ids = torch.empty(0, c.experts_per_token), torch.empty(0, c.experts_per_token, dtype=torch.int32)
+        for n in range(c.num_layers):
+            self._routed(nothing, weights, ids, self.layer(n).ffn.experts, bucket)
+
+    def _routed(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: Part, bucket: int
+    ) -> torch.Tensor:
+        """Routed experts of all rows: every rank brings its rows and holds its part of the experts."""
         c, d = self.config, self.deployment
-        ranks = self.transport.world_size
-        share, local = -(-x.shape[0] // ranks), c.num_experts // ranks
-        # Every rank pads its rows to the same bucket, so that all run the same number of slices.
-        plan = moe.plan_slices(-(-share // d.expert_capacity) * d.expert_capacity, capacity=d.expert_capacity)
-        note_plan("expert capacity", plan.capacity)
 
-        def program(transport: moe.Transport) -> torch.Tensor:
-            rows = slice(transport.rank * share, (transport.rank + 1) * share)
+        def program(transport: moe.Transport, rows: slice, bucket: int) -> torch.Tensor:
+            local = c.num_experts // transport.world_size
             own = slice(transport.rank * local, (transport.rank + 1) * local)
             weight = [t[own] for t in (experts.w13.weight, experts.w13.scale, experts.w2.weight, experts.w2.scale)]
+            # Every rank pads its rows to the same bucket, so that all run the same number of slices.
+            plan = moe.plan_slices(-(-bucket // d.expert_capacity) * d.expert_capacity, capacity=d.expert_capacity)
+            note_plan("expert capacity", plan.capacity)
             dispatcher = moe.StagedDispatcher(
                 transport, num_experts=c.num_experts, capacity=plan.capacity, num_slices=plan.num_slices
             )
@@ -407,7 +435,11 @@ class DeepseekV4(Part):
             )
             return routed
 
-        return torch.cat(self.transport.run(program))
+        if self.group is not None:
+            return program(self.group, slice(None), bucket)
+        share = -(-x.shape[0] // self.ranks.world_size)
+        parts = self.ranks.run(lambda t: program(t, slice(t.rank * share, (t.rank + 1) * share), share))
+        return torch.cat(parts)
 
 
 def _plant(root: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -41,7 +41,8 @@ def compare_with_transformers(
 
     def distance(texts: list[list[int]]) -> float:
         sequences = {f"t{i}": (ids[:1], ids[1:]) for i, ids in enumerate(texts)}
-        ours = torch.cat(recompute_logprobs(DeepseekV4(config, deployment, checkpoint), deployment, sequences))
+        rows = recompute_logprobs(DeepseekV4(config, deployment, checkpoint), deployment, sequences)
+        ours = torch.cat([logprobs for logprobs, _ in rows])
         return float((ours - theirs[: len(ours)]).abs().mean())
 
     with precision.float32():

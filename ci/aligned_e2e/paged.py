@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from bi_kernels.testing.trace import Rows
+from bi_kernels.testing.trace import Rows, row_digests
 from bi_sparse_attn import index_k_block_bytes, kv_block_bytes
 
 from .config import Deployment, ModelConfig
 
-__all__ = ["Batch", "BlockPool", "BlockTables", "Caches", "LayerCache", "Segment"]
+__all__ = [
+    "Batch",
+    "BlockManager",
+    "BlockPool",
+    "BlockTables",
+    "CachedBlock",
+    "Caches",
+    "LayerCache",
+    "Segment",
+    "prefix_key",
+]
 
 
 @dataclass(slots=True)
@@ -39,6 +49,7 @@ class Caches:
 
     def __init__(self, config: ModelConfig, deployment: Deployment, *, window_pages: int, blocks: int) -> None:
         self.layers: list[LayerCache] = []
+        self._block = deployment.block
         tokens = blocks * deployment.block
 
         def pages(count: int, size: int) -> torch.Tensor:
@@ -59,6 +70,16 @@ class Caches:
                     index_state=states(2 * config.index_head_dim if indexed else 0),
                 )
             )
+
+    def digest(self, block: int, pages: Sequence[int]) -> int:
+        """Digest of every byte that a block and its window pages hold, in all layers."""
+        digests = []
+        for layer in self.layers:
+            rows = slice(block * self._block, (block + 1) * self._block)
+            parts = [*layer.window[list(pages)], layer.compressed[block : block + 1], layer.index_k[block : block + 1]]
+            parts += [layer.state[rows], layer.index_state[rows]]
+            digests += [row_digests(part.reshape(1, -1).view(torch.int64)) for part in parts if part.numel()]
+        return int(row_digests(torch.cat(digests).unsqueeze(0)))
 
 
 class BlockPool:
@@ -82,11 +103,42 @@ class BlockPool:
 
 
 @dataclass(slots=True)
+class CachedBlock:
+    """A full block that requests with the same prefix share.
+
+    Attributes:
+        key: What it is found by: :func:`prefix_key`.
+        block: The block: compressed entries, index keys and compressor input of its tokens.
+        pages: The window pages of the same tokens.
+        digest: Of every byte of both, when the block was published.
+        users: Requests whose tables name it.
+    """
+
+    key: tuple[int, ...]
+    block: int
+    pages: tuple[int, ...]
+    digest: int
+    users: int = 0
+
+
+def prefix_key(tokens: Sequence[int], block: int, end: int) -> tuple[int, ...]:
+    """What a block that ends at ``end`` is known by: the whole prefix, for its contents depend on nothing less.
+
+    Args:
+        tokens: The request's tokens.
+        block: Tokens of a block.
+        end: Position after the block's last token.
+    """
+    return tuple(tokens[:end])
+
+
+@dataclass(slots=True)
 class BlockTables:
-    """One request's pages: windows of 64 tokens, blocks of 256."""
+    """One request's pages: windows of 64 tokens, blocks of 256. The first blocks may be shared ones."""
 
     window: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    shared: list[CachedBlock] = field(default_factory=list)
 
     def missing(self, tokens: int, deployment: Deployment) -> tuple[int, int]:
         """How many window pages and blocks are missing to hold ``tokens`` tokens."""
@@ -94,6 +146,114 @@ class BlockTables:
             max(0, -(-tokens // deployment.window_page) - len(self.window)),
             max(0, -(-tokens // deployment.block) - len(self.blocks)),
         )
+
+
+class BlockManager:
+    """Physical pages: handed out, shared by requests with the same prefix, and taken back.
+
+    Only full blocks are shared, and nothing writes to them again: a request continues behind its last shared block.
+    Blocks that nobody uses stay known, until their space is needed; then the one unused for longest goes first.
+
+    Args:
+        deployment: Page sizes.
+        blocks: Blocks in the pool; there are window pages for as many tokens.
+        seed: Order in which pages are handed out.
+        digest: Digest of a block and its pages (:meth:`Caches.digest`), or None to share nothing.
+    """
+
+    def __init__(
+        self, deployment: Deployment, blocks: int, seed: int, digest: Callable[[int, Sequence[int]], int] | None
+    ) -> None:
+        self._deployment = deployment
+        self._pages_per_block = deployment.block // deployment.window_page
+        self._blocks = BlockPool(blocks, seed)
+        self._pages = BlockPool(blocks * self._pages_per_block, seed + 1)
+        self._digest = digest
+        self._cache: dict[tuple[int, ...], CachedBlock] = {}  # least recently used first
+        self.evictions = 0
+        self.blocks_checked = 0
+        self.blocks_changed = 0
+
+    def describe_free(self) -> str:
+        """What is free, for an error."""
+        return f"{len(self._pages)} pages and {len(self._blocks)} blocks"
+
+    def share(self, tables: BlockTables, tokens: Sequence[int]) -> int:
+        """Put the known blocks of a prefix into empty tables. Returns how many tokens need not be computed.
+
+        One token is always left: its logits are wanted.
+        """
+        size = self._deployment.block
+        for end in range(size, len(tokens), size):
+            key = prefix_key(tokens, size, end)
+            entry = self._cache.get(key)
+            if entry is None:
+                break
+            self._cache[key] = self._cache.pop(key)
+            entry.users += 1
+            tables.shared.append(entry)
+            tables.blocks.append(entry.block)
+            tables.window += entry.pages
+        return len(tables.shared) * size
+
+    def reserve(self, tables: BlockTables, tokens: int) -> bool:
+        """Extend tables to hold so many tokens; False, and nothing happens, where there is no room."""
+        pages, blocks = tables.missing(tokens, self._deployment)
+        idle = [key for key, entry in self._cache.items() if not entry.users]
+        lacking = max(blocks - len(self._blocks), -(-(pages - len(self._pages)) // self._pages_per_block))
+        if lacking > len(idle):
+            return False
+        for key in idle[: max(0, lacking)]:
+            entry = self._cache.pop(key)
+            self._check(entry)
+            self._blocks.give_back([entry.block])
+            self._pages.give_back(entry.pages)
+            self.evictions += 1
+        tables.window += self._pages.take(pages)
+        tables.blocks += self._blocks.take(blocks)
+        return True
+
+    def publish(self, tables: BlockTables, tokens: Sequence[int], computed: int) -> None:
+        """Make known the blocks that the first ``computed`` tokens of a request have filled."""
+        if self._digest is None:
+            return
+        size = self._deployment.block
+        for n in range(len(tables.shared), computed // size):
+            key = prefix_key(tokens, size, (n + 1) * size)
+            if key in self._cache:
+                return  # another request has computed the same meanwhile: this copy stays private
+            first = n * self._pages_per_block
+            pages = tuple(tables.window[first : first + self._pages_per_block])
+            entry = CachedBlock(key, tables.blocks[n], pages, self._digest(tables.blocks[n], pages), users=1)
+            self._cache[key] = entry
+            tables.shared.append(entry)
+
+    def release(self, tables: BlockTables) -> None:
+        """Take a request's pages back. Shared blocks stay known; the last of a prefix becomes the oldest."""
+        for entry in reversed(tables.shared):
+            entry.users -= 1
+            self._cache[entry.key] = self._cache.pop(entry.key)
+        own = len(tables.shared)
+        self._blocks.give_back(tables.blocks[own:])
+        self._pages.give_back(tables.window[own * self._pages_per_block :])
+        tables.window, tables.blocks, tables.shared = [], [], []
+
+    def forget(self) -> None:
+        """Share nothing that was computed before now: the weights have changed. No request may be running."""
+        for entry in self._cache.values():
+            self._blocks.give_back([entry.block])
+            self._pages.give_back(entry.pages)
+        self._cache.clear()
+
+    def check(self) -> None:
+        """Look whether the shared blocks still hold what they held when they were published."""
+        for entry in self._cache.values():
+            self._check(entry)
+
+    def _check(self, entry: CachedBlock) -> None:
+        if self._digest is not None:
+            self.blocks_checked += 1
+            self.blocks_changed += self._digest(entry.block, entry.pages) != entry.digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +279,7 @@ class Batch:
         names: Names of the requests, for traces.
         deployment: Page sizes.
         decode_requests: The first so many parts are single generated tokens and take the decode path.
+        bucket: Rows of the largest batch of any expert-parallel rank; None if this is the only one.
     """
 
     def __init__(
@@ -128,6 +289,7 @@ class Batch:
         *,
         names: Sequence[str],
         decode_requests: int = 0,
+        bucket: int | None = None,
     ) -> None:
         self.deployment = deployment
         self.names = tuple(names)
@@ -141,6 +303,7 @@ class Batch:
         self.request = torch.cat(requests)
         self.positions = torch.cat(positions)
         self.num_rows = row
+        self.bucket = row if bucket is None else bucket
         self.num_decode = decode_requests
         self._window = _table([part[0].window for part in parts])
         self._blocks = _table([part[0].blocks for part in parts])

@@ -25,7 +25,7 @@ class Comparison:
     Attributes:
         name: Schedule, or step of the reload.
         tokens_compared: Generated tokens whose logprob was compared, each counted once.
-        tokens_different: Those whose logprob bits or token ids differ.
+        tokens_different: Those whose token id, logprob bits, or logits of the whole vocabulary differ.
         first_difference: Request, index and both bit patterns of the first one, or None.
         seconds: Wall-clock time of the run.
         plan: What the run did.
@@ -40,20 +40,24 @@ class Comparison:
 
 
 def compare(
-    name: str, run: Served, tokens: Mapping[str, Sequence[int]], logprobs: Mapping[str, Sequence[int]]
+    name: str,
+    run: Served,
+    tokens: Mapping[str, Sequence[int]],
+    logprobs: Mapping[str, Sequence[int]],
+    digests: Mapping[str, Sequence[int]],
 ) -> Comparison:
-    """Compare a run's tokens and logprob bits with the expected ones, token by token."""
+    """Compare a run's tokens, logprob bits and digests of all logits with the expected ones, token by token."""
     compared = different = 0
     first = None
     for request, expected in tokens.items():
-        mine = list(zip(run.tokens[request], run.logprobs[request], strict=True))
-        theirs = list(zip(expected, logprobs[request], strict=True))
+        mine = list(zip(run.tokens[request], run.logprobs[request], run.digests[request], strict=True))
+        theirs = list(zip(expected, logprobs[request], digests[request], strict=True))
         # A run that drew fewer or more tokens differs in every token it lacks or has too many.
         for i, (a, b) in enumerate(itertools.zip_longest(mine, theirs)):
             compared += 1
             if a != b:
                 different += 1
-                first = first or f"{request}[{i}]: (token, logprob bits) {a} against {b}"
+                first = first or f"{request}[{i}]: (token, logprob bits, digest of the logits) {a} against {b}"
     return Comparison(name, compared, different, first, run.seconds, asdict(run.plan))
 
 

@@ -38,7 +38,7 @@ from .prompts import make_requests
 from .replaced import Package, replaced
 from .report import compare
 from .rollout import Schedule
-from .sides import OLD_SEED, Served, Sides, recompute, serve_with
+from .sides import OLD_SEED, Served, Sides, make_engine, recompute, serve_on
 
 __all__ = ["SABOTAGES", "Healthy", "Sabotage", "commit", "healthy_run", "run_all", "small_sides"]
 
@@ -93,7 +93,7 @@ class Healthy:
 def small_sides(vocab_size: int, book: list[int]) -> Sides:
     """A model in which a hundred tokens reach everything: top-k that selects, a C128 entry, the activation's clamp."""
     config = ModelConfig(vocab_size=vocab_size, index_topk=16, swiglu_limit=1.0)
-    return Sides(config, Deployment(), make_requests(book, (3, 90, 140), 4))
+    return Sides(config, Deployment(expert_capacity=128), make_requests(book, (3, 90, 140), 4))
 
 
 def healthy_run(sides: Sides) -> Healthy:
@@ -108,7 +108,8 @@ def healthy_run(sides: Sides) -> Healthy:
     with recording(Trace()) as actor:
         recomputed = recompute(sides, OLD_SEED, served.tokens)
     torch.set_num_threads(1)  # two, which an actor asks for, wait for each other on rows as few as these
-    if served.logprobs != recomputed.logprobs or first_divergence(trace, actor) or plan_differences(trace, trace):
+    different = (served.logprobs, served.digests) != (recomputed.logprobs, recomputed.digests)
+    if different or first_divergence(trace, actor) or plan_differences(trace, trace):
         raise ValueError("sabotage: expected a healthy run to equal its actor, got a difference. Look at that first.")
     return Healthy(sides, weights, served, trace, fingerprints, bk.attest())
 
@@ -127,7 +128,8 @@ def commit(sabotage: Sabotage, healthy: Healthy) -> Finding:
     place = (divergence.layer, divergence.op) if divergence is not None else (None, None)
     if refusal is not None:
         return _finding(sabotage, "refusal", place, refusal)
-    comparison = compare(sabotage.name, served, healthy.served.tokens, healthy.served.logprobs)
+    wanted = healthy.served
+    comparison = compare(sabotage.name, served, wanted.tokens, wanted.logprobs, wanted.digests)
     if comparison.first_difference is not None:
         return _finding(sabotage, "bits", place, comparison.first_difference)
     if divergence is not None:
@@ -165,7 +167,8 @@ def _serve(sides: Sides, weights: dict[str, torch.Tensor]) -> tuple[Served, dict
     update.begin()
     update.load_bucket(weights)
     update.finish()
-    return serve_with(sides, rollout, _SCHEDULE), reload.weight_fingerprint(dict(rollout.named_parameters()))
+    served = serve_on(make_engine(sides, rollout, _SCHEDULE), sides.requests)
+    return served, reload.weight_fingerprint(dict(rollout.named_parameters()))
 
 
 # -- the faults: what a rollout runs instead --------------------------------------------------------------------------

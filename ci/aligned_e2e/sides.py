@@ -25,11 +25,13 @@ __all__ = [
     "Reloaded",
     "Served",
     "Sides",
+    "make_engine",
     "recompute",
     "reload_and_serve",
     "send_weights",
     "serve",
-    "serve_with",
+    "serve_again",
+    "serve_on",
 ]
 
 OLD_SEED, NEW_SEED = 0, 1
@@ -55,19 +57,29 @@ class Sides:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a rollout drew: token ids and logprob bits by request, and how it was batched."""
+    """What a rollout drew, by request, and how it was batched.
+
+    Attributes:
+        tokens: Token ids.
+        logprobs: Bits of their logprobs.
+        digests: Digests of the logits of the whole vocabulary that they were drawn from.
+        plan: What the run did.
+        seconds: Wall-clock time.
+    """
 
     tokens: dict[str, list[int]]
     logprobs: dict[str, list[int]]
+    digests: dict[str, list[int]]
     plan: Plan
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """What an actor computed for the same tokens: logprob bits by request, and the weights' fingerprints."""
+    """What an actor computed for the same tokens: as in :class:`Served`, and the weights' fingerprints."""
 
     logprobs: dict[str, list[int]]
+    digests: dict[str, list[int]]
     fingerprints: dict[str, int]
 
 
@@ -84,7 +96,15 @@ class Reloaded:
 def serve(sides: Sides, schedule: Schedule) -> Served:
     """Serve every request with the old weights."""
     torch.set_num_threads(1)
-    return serve_with(sides, sides.model(OLD_SEED), schedule)
+    engine = make_engine(sides, sides.model(OLD_SEED), schedule)
+    return serve_on(engine, sides.requests)
+
+
+def serve_again(sides: Sides, schedule: Schedule, first: Sequence[Request]) -> tuple[Served, Served]:
+    """Serve some requests, then every request on the same engine, which still knows the blocks of the first."""
+    torch.set_num_threads(1)
+    engine = make_engine(sides, sides.model(OLD_SEED), schedule)
+    return serve_on(engine, first), serve_on(engine, sides.requests)
 
 
 def recompute(sides: Sides, seed: int, responses: Mapping[str, Sequence[int]]) -> Recomputed:
@@ -92,9 +112,12 @@ def recompute(sides: Sides, seed: int, responses: Mapping[str, Sequence[int]]) -
     torch.set_num_threads(2)
     model = sides.model(seed)
     sequences = {request.name: (request.prompt, responses[request.name]) for request in sides.requests}
-    rows = recompute_logprobs(model, sides.deployment, sequences)
-    logprobs = {request.name: _bits(row) for request, row in zip(sides.requests, rows, strict=True)}
-    return Recomputed(logprobs, _fingerprints(model))
+    rows = dict(zip(sequences, recompute_logprobs(model, sides.deployment, sequences), strict=True))
+    return Recomputed(
+        {name: _bits(logprobs) for name, (logprobs, _) in rows.items()},
+        {name: digests.tolist() for name, (_, digests) in rows.items()},
+        _fingerprints(model),
+    )
 
 
 def reload_and_serve(sides: Sides, schedules: tuple[Schedule, Schedule]) -> Reloaded:
@@ -105,10 +128,10 @@ def reload_and_serve(sides: Sides, schedules: tuple[Schedule, Schedule]) -> Relo
     problems: list[str] = []
 
     send_weights(model, sides.checkpoint(NEW_SEED), bucket_seed=11, ledger=ledger)
-    new = serve_with(sides, model, schedules[0])
+    new = serve_on(make_engine(sides, model, schedules[0]), sides.requests)
     fingerprints = _fingerprints(model)
     send_weights(model, sides.checkpoint(OLD_SEED), bucket_seed=12, ledger=ledger)
-    old = serve_with(sides, model, schedules[1])
+    old = serve_on(make_engine(sides, model, schedules[1]), sides.requests)
     problems += [f"address: {difference}" for difference in ledger.diff(model)]
     return Reloaded(new, old, fingerprints, problems)
 
@@ -130,15 +153,21 @@ def send_weights(
     update.finish()
 
 
-def serve_with(sides: Sides, model: DeepseekV4, schedule: Schedule) -> Served:
-    """Serve every request on a given model."""
+def make_engine(sides: Sides, model: DeepseekV4, schedule: Schedule) -> RolloutEngine:
+    """A rollout engine on a model; simulates the schedule's ranks unless the model has joined a group."""
+    if model.group is None:
+        model.set_expert_ranks(schedule.ep_ranks)
+    return RolloutEngine(model, schedule, sides.deployment, pool_seed=7 + len(schedule.name))
+
+
+def serve_on(engine: RolloutEngine, requests: Sequence[Request]) -> Served:
+    """Serve requests on an engine, as values that can cross processes."""
     started = time.monotonic()
-    model.set_expert_ranks(schedule.ep_ranks)
-    engine = RolloutEngine(model, schedule, sides.deployment, pool_seed=7 + len(schedule.name))
-    completions = engine.generate(sides.requests, on_token=advance)
+    completions = engine.generate(requests, on_token=advance)
     return Served(
         {name: completion.tokens for name, completion in completions.items()},
         {name: _bits(torch.stack(completion.logprobs)) for name, completion in completions.items()},
+        {name: completion.digests for name, completion in completions.items()},
         engine.plan,
         round(time.monotonic() - started, 2),
     )

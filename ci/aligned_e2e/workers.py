@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from rich.progress import Progress, TaskID
 
-__all__ = ["Workers", "advance"]
+__all__ = ["Workers", "advance", "connect", "ticks"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,9 +28,15 @@ def advance() -> None:
         _ticks.put(1)
 
 
-def _connect(ticks: multiprocessing.queues.Queue[int]) -> None:
+def connect(ticks: multiprocessing.queues.Queue[int] | None) -> None:
+    """Send this process's generated tokens to a progress bar elsewhere."""
     global _ticks
     _ticks = ticks
+
+
+def ticks() -> multiprocessing.queues.Queue[int] | None:
+    """Where this process's generated tokens are counted, for the processes that it starts."""
+    return _ticks
 
 
 class Workers:
@@ -45,7 +51,7 @@ class Workers:
         self._progress = progress
         self._ticks: multiprocessing.queues.Queue[int] = context.Queue()
         self._pool = concurrent.futures.ProcessPoolExecutor(
-            max_workers=os.cpu_count(), mp_context=context, initializer=_connect, initargs=(self._ticks,)
+            max_workers=os.cpu_count(), mp_context=context, initializer=connect, initargs=(self._ticks,)
         )
         self.task = TaskID(0)
 

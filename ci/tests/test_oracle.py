@@ -34,7 +34,7 @@ def test_float32_policy_rounds_less_and_leaves_nothing_behind() -> None:
 
     def logprobs() -> torch.Tensor:
         small = DeepseekV4(config, deployment, weights)
-        return recompute_logprobs(small, deployment, {"t": (book[:1], book[1:150])})[0]
+        return recompute_logprobs(small, deployment, {"t": (book[:1], book[1:150])})[0][0]
 
     real = logprobs()
     with precision.float32():

@@ -73,6 +73,27 @@ def test_ties_and_the_reciprocal(oracle: ModuleType) -> None:
 
 
 @FORMATS
+def test_masked_rows_are_neither_read_nor_written(scale_format: ScaleFormat) -> None:
+    x = torch.randn(3, 5, 256).bfloat16()
+    counts = torch.tensor([2, 0, 5], dtype=torch.int32)
+    inside = torch.arange(5) < counts.unsqueeze(1)
+    expected_q, expected_s = per_token_group_quant_fp8(x, scale_format=scale_format)
+    q, s = bit_view(expected_q).clone().fill_(0x55).view(torch.float8_e4m3fn), torch.full_like(expected_s, 7)
+    x[~inside] = math.nan
+    got = per_token_group_quant_fp8(x, masked_m=counts, scale_format=scale_format, out_q=q, out_s=s)
+    assert got[0] is q
+    assert_bitwise_equal(bit_view(q)[inside], bit_view(expected_q)[inside])
+    assert_bitwise_equal(s[inside], expected_s[inside])
+    assert bool((bit_view(q)[~inside] == 0x55).all())
+    assert bool((s[~inside] == 7).all())
+    for wrong in (counts.long(), counts[:2], torch.tensor([0, 6, 0], dtype=torch.int32)):
+        with pytest.raises(ArgumentError, match="masked_m"):
+            per_token_group_quant_fp8(x, masked_m=wrong, scale_format=scale_format)
+    with pytest.raises(ArgumentError, match="masked_m"):
+        per_token_group_quant_fp8(x[0], masked_m=counts, scale_format=scale_format)
+
+
+@FORMATS
 def test_all_256_codes_round_trip(scale_format: ScaleFormat) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     finite = codes[~codes.float().isnan()]

@@ -18,7 +18,9 @@ SCHEMAS = {
         "(Tensor x, Tensor? masked_m, float? clamp_limit, int group_size, int scale_format, int arch, "
         "Tensor(a!) out_q, Tensor(b!) out_s) -> ()"
     ),
-    "per_token_group_quant": ("(Tensor x, int group_size, int scale_format, Tensor(a!) out_q, Tensor(b!) out_s) -> ()"),
+    "per_token_group_quant": (
+        "(Tensor x, Tensor? masked_m, int group_size, int scale_format, Tensor(a!) out_q, Tensor(b!) out_s) -> ()"
+    ),
     "fixed_order_mm": "(Tensor x, Tensor weight, Tensor(a!) out) -> ()",
 }
 
@@ -34,7 +36,8 @@ def silu_arguments(scale_format: ScaleFormat, arch: Arch, *, masked: bool, clamp
 
 def quant_arguments(scale_format: ScaleFormat) -> tuple[object, ...]:
     out_s = allocate_scales((5,), 2, scale_format).zero_()
-    return torch.randn(5, 256).bfloat16(), 128, scale_format.value, torch.zeros(5, 256).to(torch.float8_e4m3fn), out_s
+    codes = torch.zeros(5, 256).to(torch.float8_e4m3fn)
+    return torch.randn(5, 256).bfloat16(), None, 128, scale_format.value, codes, out_s
 
 
 def mm_arguments(dtype: torch.dtype) -> tuple[object, ...]:

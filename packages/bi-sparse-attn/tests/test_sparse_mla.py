@@ -224,7 +224,8 @@ def test_tiles_and_threads_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     q, kv, indices = randn(37, 2, 512), randn(100, 512, seed=1), lists([90] * 37, 100, 128)
     expected = sparse_mla_fwd(q, kv, indices, sm_scale=SCALE)
     for tile, threads in ((1, 1), (5, 2), (36, 1), (128, 1)):
-        monkeypatch.setattr(reference, "_TOKEN_TILE", tile)
+        monkeypatch.setattr(reference, "_SHARED_TILE", tile)
+        monkeypatch.setattr(reference, "_OWN_TILE", (tile + 1) // 2)
         with num_threads(threads):
             assert_same(sparse_mla_fwd(q, kv, indices, sm_scale=SCALE), expected, f"tile={tile} threads={threads}")
 
@@ -246,18 +247,22 @@ def test_the_cheap_product_equals_the_correctly_rounded_one(k: int) -> None:
     cases.append((a, b))
     for number, (a, b) in enumerate(cases):
         expected = mm_rn(a, b)
-        assert_bitwise_equal(reference._mm_rn(a, reference._grain(a), b, b.double()), expected, f"case {number}")
-        wide = reference._mm_rn(a.float(), reference._grain(a), b, b.double())
+        of_a, of_b = reference._Extent.of(a), reference._Extent.of(b)
+        assert_bitwise_equal(reference._mm_rn(a, of_a, b, b.double(), of_b), expected, f"case {number}")
+        wide = reference._mm_rn(a.float(), of_a, b, b.double(), of_b.over_rows())
         assert_bitwise_equal(wide, expected, f"case {number}, float32")
+        column = reference._mm_rn(b, of_b, a, a.double(), of_a)
+        assert_bitwise_equal(column, expected.mT.contiguous(), f"case {number}, the other way")
 
 
 def test_grain_divides_every_element() -> None:
     x = (randn(50, 40).double() * torch.exp2(torch.arange(50.0) * 5 - 130).double().unsqueeze(1)).bfloat16()
     x[:, 3] = 0
     x[7] = 0
-    multiple = x.double() / reference._grain(x).unsqueeze(1)
+    grain = reference._Extent.of(x).grain
+    multiple = x.double() / grain.unsqueeze(1)
     assert bool((multiple == multiple.round()).all())
-    smallest = torch.where(x == 0, math.inf, x.double().abs()).amin(1) / reference._grain(x)
+    smallest = torch.where(x == 0, math.inf, x.double().abs()).amin(1) / grain
     normal = torch.where(x == 0, math.inf, x.double().abs()).amin(1) >= 2.0**-126
     assert bool((smallest < 256)[normal & torch.isfinite(smallest)].all()), "no finer than needed"
 

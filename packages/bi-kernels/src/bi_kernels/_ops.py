@@ -41,10 +41,20 @@ def _cpu_fused_silu_mul_per_token_group_quant(
 
 
 def _cpu_per_token_group_quant(
-    x: torch.Tensor, group_size: int, scale_format: int, out_q: torch.Tensor, out_s: torch.Tensor
+    x: torch.Tensor,
+    masked_m: torch.Tensor | None,
+    group_size: int,
+    scale_format: int,
+    out_q: torch.Tensor,
+    out_s: torch.Tensor,
 ) -> None:
     _group_quant.per_token_group_quant_fp8(
-        x, group_size=group_size, scale_format=ScaleFormat(scale_format), out_q=out_q, out_s=out_s
+        x,
+        masked_m=masked_m,
+        group_size=group_size,
+        scale_format=ScaleFormat(scale_format),
+        out_q=out_q,
+        out_s=out_s,
     )
 
 
@@ -60,7 +70,8 @@ fused_silu_mul_per_token_group_quant = define_op(
 )
 per_token_group_quant = define_op(
     "bi_kernels",
-    "per_token_group_quant(Tensor x, int group_size, int scale_format, Tensor(a!) out_q, Tensor(b!) out_s) -> ()",
+    "per_token_group_quant(Tensor x, Tensor? masked_m, int group_size, int scale_format, Tensor(a!) out_q, "
+    "Tensor(b!) out_s) -> ()",
     cpu=_cpu_per_token_group_quant,
 )
 fixed_order_mm = define_op(

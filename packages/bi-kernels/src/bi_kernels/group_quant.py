@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import _ops
-from ._outputs import check_output
+from ._outputs import check_masked_m, check_output
 from .reference import group_quant as reference
 from .runtime.checks import check_tensor, check_value
 from .runtime.native import require_native
@@ -17,6 +17,7 @@ __all__ = ["dequantize", "dequantize_blocks", "per_block_quant_fp8", "per_token_
 def per_token_group_quant_fp8(
     x: torch.Tensor,
     *,
+    masked_m: torch.Tensor | None = None,
     group_size: int = 128,
     scale_format: ScaleFormat,
     out_q: torch.Tensor | None = None,
@@ -34,6 +35,8 @@ def per_token_group_quant_fp8(
 
     Args:
         x: ``(..., H)``, bfloat16, last dim contiguous; ``H`` a multiple of ``group_size``.
+        masked_m: ``(E,)``, int32, contiguous, values 0 to T; only with ``(E, T, H)``. Rows at or past ``masked_m[e]``
+            of expert ``e`` are left untouched: neither read nor written. None: all rows.
         group_size: 128.
         scale_format: How scales are rounded and stored.
         out_q: ``(..., H)``, float8_e4m3fn, last dim contiguous, or None to allocate.
@@ -41,10 +44,11 @@ def per_token_group_quant_fp8(
             without overlap; None for :func:`allocate_scales`.
 
     Returns:
-        ``(q, s)``: ``out_q`` and ``out_s``.
+        ``(q, s)``: ``out_q`` and ``out_s``. Rows that ``masked_m`` excludes are uninitialised if allocated here.
 
     Raises:
-        ArgumentError: Wrong dtype, shape, stride, device or group size. Nothing was written.
+        ArgumentError: Wrong dtype, shape, stride, device or value. Nothing was written. (``masked_m``'s values are
+            checked on the CPU only.)
         NativeLibraryError: ``x`` is on a GPU and the compiled kernel is missing.
 
     Invariance:
@@ -56,6 +60,8 @@ def per_token_group_quant_fp8(
     check_tensor("x", x, dtype=torch.bfloat16, last_dim_contiguous=True)
     _check_groups("x", x, group_size)
     num_groups = x.shape[-1] // group_size
+    if masked_m is not None:
+        check_masked_m(masked_m, x, "H")
     if out_q is not None:
         check_output("out_q", out_q, torch.float8_e4m3fn, x.shape, x.device, last_dim_contiguous=True)
     if out_s is not None:
@@ -69,7 +75,7 @@ def per_token_group_quant_fp8(
         # A single token without a token dimension has one row of scales.
         out_s = allocate_scales(x.shape[:-1] or (1,), num_groups, scale_format, device=x.device)
         out_s = out_s if x.dim() > 1 else out_s[0]
-    _ops.per_token_group_quant(x, group_size, scale_format.value, out_q, out_s)
+    _ops.per_token_group_quant(x, masked_m, group_size, scale_format.value, out_q, out_s)
     return out_q, out_s
 
 

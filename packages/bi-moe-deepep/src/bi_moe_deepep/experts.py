@@ -63,7 +63,7 @@ def expert_mlp(
     if out is not None:
         check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(x.shape), device=x.device)
     arch = arch or detect_arch(x.device)
-    q, s = per_token_group_quant_fp8(x, scale_format=scale_format_for(arch))
+    q, s = per_token_group_quant_fp8(x, masked_m=counts, scale_format=scale_format_for(arch))
     hidden = m_grouped_fp8_gemm_nt_masked(q, s, w13, s13, counts)
     q, s = fused_silu_mul_per_token_group_quant(hidden, masked_m=counts, clamp_limit=clamp_limit, arch=arch)
     return m_grouped_fp8_gemm_nt_masked(q, s, w2, s2, counts, out=out)

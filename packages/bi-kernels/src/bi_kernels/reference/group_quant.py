@@ -42,17 +42,38 @@ def quantize_groups(values: torch.Tensor, scale_format: ScaleFormat) -> tuple[to
 def per_token_group_quant_fp8(
     x: torch.Tensor,
     *,
+    masked_m: torch.Tensor | None = None,
     group_size: int = 128,
     scale_format: ScaleFormat,
     out_q: torch.Tensor,
     out_s: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`bi_kernels.per_token_group_quant_fp8`; the outputs are the caller's."""
-    groups = x.float().reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
-    codes, scales = quantize_groups(groups, scale_format)
-    out_q.copy_(codes.flatten(-2))
-    out_s.copy_(pack_ue8m0(scales) if scale_format is ScaleFormat.UE8M0 else scales)
+    rows = slice(None) if masked_m is None else masked_rows(masked_m, x.shape[1])
+    values = x[rows].float()
+    write_quantized(
+        values.unflatten(-1, (values.shape[-1] // group_size, group_size)), scale_format, rows, out_q, out_s
+    )
     return out_q, out_s
+
+
+def masked_rows(masked_m: torch.Tensor, capacity: int) -> torch.Tensor:
+    """``(E, capacity)`` bool: the first ``masked_m[e]`` rows of each expert."""
+    return torch.arange(capacity, device=masked_m.device) < masked_m.unsqueeze(-1)
+
+
+def write_quantized(
+    groups: torch.Tensor,
+    scale_format: ScaleFormat,
+    rows: torch.Tensor | slice,
+    out_q: torch.Tensor,
+    out_s: torch.Tensor,
+) -> None:
+    """Quantise ``(..., groups, n)`` float32 and write codes and scales to the given rows of the outputs."""
+    codes, scales = quantize_groups(groups, scale_format)
+    # As bytes: indexed writes are not implemented for float8 in every torch release.
+    out_q.view(torch.uint8)[rows] = codes.flatten(-2).view(torch.uint8)
+    out_s[rows] = pack_ue8m0(scales) if scale_format is ScaleFormat.UE8M0 else scales
 
 
 def per_block_quant_fp8(

@@ -6,9 +6,8 @@ import torch
 
 from ..arch import Arch
 from ..scale_format import ScaleFormat
-from .group_quant import quantize_groups
+from .group_quant import masked_rows, write_quantized
 from .numerics import exp, to_bf16
-from .scale_format import pack_ue8m0
 
 __all__ = ["fused_silu_mul_per_token_group_quant", "silu_and_mul"]
 
@@ -45,13 +44,9 @@ def fused_silu_mul_per_token_group_quant(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`bi_kernels.fused_silu_mul_per_token_group_quant`; the outputs are the caller's."""
     # Rows are picked before any arithmetic, so that the others are neither read nor written.
-    rows: torch.Tensor | slice = slice(None)
-    if masked_m is not None:
-        rows = torch.arange(x.shape[1], device=x.device) < masked_m.unsqueeze(-1)
+    rows = slice(None) if masked_m is None else masked_rows(masked_m, x.shape[1])
     values = silu_and_mul(x[rows], clamp_limit=clamp_limit, arch=arch).float()
-    groups = values.reshape(*values.shape[:-1], values.shape[-1] // group_size, group_size)
-    codes, scales = quantize_groups(groups, scale_format)
-    # As bytes: indexed writes are not implemented for float8 in every torch release.
-    out_q.view(torch.uint8)[rows] = codes.flatten(-2).view(torch.uint8)
-    out_s[rows] = pack_ue8m0(scales) if scale_format is ScaleFormat.UE8M0 else scales
+    write_quantized(
+        values.unflatten(-1, (values.shape[-1] // group_size, group_size)), scale_format, rows, out_q, out_s
+    )
     return out_q, out_s

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         num_threads,
         position_classes,
     )
+    from .multiprocessors import few_multiprocessors
     from .trace import (
         Divergence,
         Rows,
@@ -42,6 +43,7 @@ __all__ = [
     "assert_batch_invariant",
     "assert_bitwise_equal",
     "bit_view",
+    "few_multiprocessors",
     "first_difference",
     "first_divergence",
     "must_detect",
@@ -56,6 +58,7 @@ __all__ = [
 _MODULES = (
     dict.fromkeys(__all__, "invariance")
     | dict.fromkeys(("Difference", "assert_bitwise_equal", "bit_view", "first_difference"), "bitwise")
+    | {"few_multiprocessors": "multiprocessors"}
     | dict.fromkeys(
         (
             "Divergence",

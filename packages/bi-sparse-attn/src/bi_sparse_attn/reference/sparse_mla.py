@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import math
+from typing import NamedTuple, Protocol
 
 import torch
 
-from bi_kernels.reference.numerics import canonical_nan, exp, exp_f64, log, mm_rn, to_bf16, tree_sum
+from bi_kernels.reference.numerics import canonical_nan, exp, exp_f64, log, mm_rn, to_bf16, tree_sum, unsettled
 
 __all__ = ["SparseMlaOutput", "sparse_mla_fwd"]
 
 _BLOCK = 64  # list entries that share one running maximum: part of the arithmetic
-_TOKEN_TILE = 128  # tokens worked on together: bounds memory, no part of the arithmetic
+_SHARED_TILE = 64  # tokens worked on together where they share rows: no part of the arithmetic
+_OWN_TILE = 32  # and where they do not: their rows in float64 stay in the last-level cache
 _SHARING = 4  # entries per distinct row from which on it pays to multiply rows once for all tokens
 _F64_UNIT = 2.0**-53
 
@@ -64,44 +67,68 @@ def sparse_mla_fwd(
     valid = (indices >= 0) & (indices < kv.shape[0])
     if topk_length is not None:
         valid &= column < topk_length.unsqueeze(1)
-    for first in range(0, tokens, _TOKEN_TILE):
-        part = slice(first, first + _TOKEN_TILE)
-        acc, den, m = _attend(q[part], kv, indices[part].long(), valid[part], sm_scale)
-        total = den if attn_sink is None else den + exp(attn_sink - m)
-        empty = m == -torch.inf
-        out[part] = torch.where(empty.unsqueeze(-1), 0.0, to_bf16(acc / total.unsqueeze(-1)))
-        max_logits[part] = canonical_nan(m)
-        lse[part] = torch.where(empty, torch.inf, canonical_nan(m + log(den)))
+    for first in range(0, tokens, _SHARED_TILE):
+        tile = slice(first, first + _SHARED_TILE)
+        rows, place = _distinct(indices[tile].long(), valid[tile], kv.shape[0])
+        # 0 * inf is NaN: a row that is not finite must not meet the zero weights of tokens that do not list it.
+        shared = None
+        if len(rows) and _SHARING * len(rows) <= int(valid[tile].sum()):
+            shared = _SharedEntries(q[tile], kv.index_select(0, rows), place, valid[tile])
+        if shared is not None and shared.finite:
+            work: list[tuple[slice, _Entries]] = [(tile, shared)]
+        else:
+            parts = [slice(i, min(i + _OWN_TILE, tokens)) for i in range(first, min(tile.stop, tokens), _OWN_TILE)]
+            work = [(part, _OwnEntries(q[part], kv, indices[part].long(), valid[part])) for part in parts]
+        for part, entries in work:
+            acc, den, m = _attend(entries, q[part].shape, valid[part], sm_scale)
+            total = den if attn_sink is None else den + exp(attn_sink - m)
+            empty = m == -torch.inf
+            out[part] = to_bf16(acc / total.unsqueeze(-1)).masked_fill_(empty.unsqueeze(-1), 0.0)
+            max_logits[part] = canonical_nan(m)
+            lse[part] = torch.where(empty, torch.inf, canonical_nan(m + log(den)))
     return SparseMlaOutput(out, max_logits, lse)
 
 
 def _attend(
-    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, valid: torch.Tensor, sm_scale: float
+    entries: _Entries, shape: torch.Size, valid: torch.Tensor, sm_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(acc, den, m)`` after every block of the tokens' lists."""
-    acc = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    m = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    acc = torch.zeros(shape, dtype=torch.float32, device=valid.device)
+    m = torch.full(shape[:2], -torch.inf, device=valid.device)
     den = torch.zeros_like(m)
-    for first in range(0, indices.shape[1], _BLOCK):
-        ok = valid[:, first : first + _BLOCK]
+    for first in range(0, valid.shape[1], _BLOCK):
+        block = slice(first, first + _BLOCK)
+        ok = valid[:, block]
         if not bool(ok.any()):
             continue  # m, den and acc would come out as they are: alpha is 1 and every p is 0
-        block = _Block(kv, indices[:, first : first + _BLOCK], ok)
-        s = block.scores(q) * torch.tensor(sm_scale, dtype=torch.float32) + 0.0  # -0 + 0 = +0: max() may return either
-        s = torch.where(ok.unsqueeze(1), s, -torch.inf)
+        s = (
+            entries.scores(block) * torch.tensor(sm_scale, dtype=torch.float32) + 0.0
+        )  # -0 + 0 = +0: max() may be either
+        if not bool(ok.all()):
+            s = torch.where(ok.unsqueeze(1), s, -torch.inf)
         new_m = torch.maximum(m, s.amax(-1))
         shift = torch.where(new_m == -torch.inf, 0.0, new_m).unsqueeze(-1)
         # One call for alpha and P: exp works element by element.
         powers = exp_f64((torch.cat([m.unsqueeze(-1), s], dim=2) - shift).double()).float()
         alpha, p = powers[..., :1], powers[..., 1:]
         den = den * alpha.squeeze(-1) + tree_sum(p)
-        acc = acc * alpha + block.weighted_sum(p.bfloat16())
+        acc = acc.mul_(alpha).add_(entries.weighted_sum(block, p.bfloat16()))
         m = new_m
     return acc, den, m
 
 
-class _Block:
-    """The K rows (which are the V rows) of one block of list entries, laid out in whichever of two ways is cheaper.
+def _distinct(indices: torch.Tensor, ok: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows below ``count`` that ``ok`` entries name, ascending, and where among them each entry's row is."""
+    used = torch.zeros(count + 1, dtype=torch.int64, device=indices.device)
+    used[torch.where(ok, indices, count)] = 1
+    used[count] = 0
+    rows = used.nonzero()[:, 0]
+    # An entry that is not valid stands for some row that is there; its weight is zero.
+    return rows, ((used.cumsum(0) - 1).clamp_(min=0)[indices.clamp(0, count)]).masked_fill_(~ok, 0)
+
+
+class _Entries(Protocol):
+    """The K rows (which are the V rows) of some tokens' lists, laid out in whichever of two ways is cheaper.
 
     Where tokens share rows (prefill) the distinct rows are multiplied with all queries at once, and P is spread over
     them. Where they do not (decode) every token multiplies its own rows. Either way gives correctly rounded dot
@@ -109,71 +136,138 @@ class _Block:
     show.
     """
 
-    def __init__(self, kv: torch.Tensor, indices: torch.Tensor, ok: torch.Tensor) -> None:
-        rows, column = torch.unique(torch.where(ok, indices, indices[ok][0]), return_inverse=True)
-        self.rows = kv[rows]
-        # 0 * inf is NaN: a row that is not finite must not meet the zero weights of tokens that do not list it.
-        self.shared = _SHARING * rows.shape[0] <= indices.numel() and bool(torch.isfinite(self.rows).all())
-        self.column = column.unsqueeze(1)
-        if not self.shared:
-            self.rows = self.rows[column]
-            self.rows[~ok] = 0
-        self.rows64 = self.rows.double()
+    def scores(self, block: slice) -> torch.Tensor:
+        """Dot products of the queries with the rows of a block of entries: ``(tokens, heads, entries)``."""
 
-    def scores(self, q: torch.Tensor) -> torch.Tensor:
-        """Dot products of ``q`` ``(tokens, heads, 512)`` with the entries' rows: ``(tokens, heads, entries)``."""
-        if not self.shared:
-            return _mm_rn(q, _grain(q), self.rows, self.rows64)
-        q = q.flatten(0, 1)
-        dots = _mm_rn(q, _grain(q), self.rows, self.rows64).view(self.column.shape[0], -1, self.rows.shape[0])
-        return torch.gather(dots, 2, self.column.expand(-1, dots.shape[1], -1))
+    def weighted_sum(self, block: slice, p: torch.Tensor) -> torch.Tensor:
+        """Sum of those rows with bfloat16 weights ``p`` ``(tokens, heads, entries)``: ``(tokens, heads, 512)``."""
 
-    def weighted_sum(self, p: torch.Tensor) -> torch.Tensor:
-        """Sum of the rows with bfloat16 weights ``p`` ``(tokens, heads, entries)``: ``(tokens, heads, 512)``."""
-        if not self.shared:
-            return _mm_rn(p, _grain(p), self.rows.mT, self.rows64.mT)
+
+class _SharedEntries:
+    """:class:`_Entries` of tokens that share ``rows`` ``(n, 512)``; ``place`` says which of them an entry is."""
+
+    def __init__(self, q: torch.Tensor, rows: torch.Tensor, place: torch.Tensor, ok: torch.Tensor) -> None:
+        self._q, self._rows, self._rows64, self._place, self._ok = q, rows, rows.double(), place, ok
+        self._extent = _Extent.of(rows)
+        self.finite = self._extent.finite()
+
+    @functools.cached_property
+    def _dots(self) -> torch.Tensor:
+        q = self._q.flatten(0, 1)
+        return _mm_rn(q, _Extent.of(q), self._rows, self._rows64, self._extent).view(*self._q.shape[:2], -1)
+
+    def scores(self, block: slice) -> torch.Tensor:
+        place = self._place[:, block].unsqueeze(1)
+        return torch.gather(self._dots, 2, place.expand(-1, self._dots.shape[1], -1))
+
+    def weighted_sum(self, block: slice, p: torch.Tensor) -> torch.Tensor:
+        some, place = _distinct(self._place[:, block], self._ok[:, block], len(self._rows))
         # A list that names a row several times adds equal 8-bit weights to each other: exact in float32, in any order.
-        spread = torch.zeros((*p.shape[:2], self.rows.shape[0]), dtype=torch.float32, device=p.device)
-        spread.scatter_add_(2, self.column.expand(p.shape), p.float())
-        weights, grain = spread.flatten(0, 1), _grain(p).flatten(0, 1)
-        return _mm_rn(weights, grain, self.rows.mT, self.rows64.mT).view(*p.shape[:2], -1)
+        spread = torch.zeros((*p.shape[:2], len(some)), dtype=torch.float32, device=p.device)
+        spread.scatter_add_(2, place.unsqueeze(1).expand(p.shape), p.float())
+        # Adding them neither makes the grain finer nor reaches beyond entries times the greatest.
+        extent = _Extent.of(p.flatten(0, 1))
+        rows, rows64 = self._rows.index_select(0, some), self._rows64.index_select(0, some)
+        sums = _mm_rn(spread.flatten(0, 1), extent, rows.mT, rows64.mT, self._extent.over_rows(), terms=p.shape[2])
+        return sums.view(*p.shape[:2], -1)
 
 
-def _mm_rn(a: torch.Tensor, grain: torch.Tensor, b: torch.Tensor, b64: torch.Tensor) -> torch.Tensor:
+class _OwnEntries:
+    """:class:`_Entries` of tokens each of which has rows of its own."""
+
+    def __init__(self, q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, ok: torch.Tensor) -> None:
+        self._q, self._kv, self._indices, self._ok = q, kv, indices, ok
+        self._q_extent = _Extent.of(q)
+
+    def scores(self, block: slice) -> torch.Tensor:
+        ok = self._ok[:, block]
+        indices = torch.where(ok, self._indices[:, block], 0)
+        self._rows = self._kv.index_select(0, indices.flatten()).view(*ok.shape, -1)
+        self._extent = _Extent.of(self._rows)
+        if not self._extent.finite():
+            # 0 * inf is NaN, and an entry that is not valid stands for some row that is there.
+            self._rows[~ok] = 0
+            self._extent = _Extent.of(self._rows)
+        self._rows64 = self._rows.double()
+        return _mm_rn(self._q, self._q_extent, self._rows, self._rows64, self._extent)
+
+    def weighted_sum(self, block: slice, p: torch.Tensor) -> torch.Tensor:
+        return _mm_rn(p, _Extent.of(p), self._rows.mT, self._rows64.mT, self._extent.over_rows())
+
+
+class _Extent(NamedTuple):
+    """What bounds the products of rows of bfloat16.
+
+    Attributes:
+        largest: ``(..., rows)`` float64, the greatest magnitude.
+        grain: ``(..., rows)`` float64, a power of two of which every element is a multiple.
+    """
+
+    largest: torch.Tensor
+    grain: torch.Tensor
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> _Extent:
+        """Of every row of ``x`` ``(..., rows, n)``, from the bits, which order as the magnitudes do."""
+        magnitude = x.view(torch.int16) & 0x7FFF
+        largest = magnitude.amax(-1).view(torch.bfloat16).double()
+        smallest = magnitude.sub_(1).bitwise_and_(0x7FFF).amin(-1)  # but zero: less one, zeros come last
+        # The unit of the last bit of the smallest.
+        exponent = ((smallest.long() + 1) >> 7).clamp(min=1, max=254)
+        return cls(largest, ((exponent - (127 + 7) + 1023) << 52).view(torch.float64))
+
+    def finite(self) -> bool:
+        """Whether every element is finite."""
+        return math.isfinite(float(self.largest.max())) if self.largest.numel() else True
+
+    def over_rows(self) -> _Extent:
+        """One extent, ``(..., 1)``, for every column of the same matrix."""
+        return _Extent(self.largest.amax(-1, keepdim=True), self.grain.amin(-1, keepdim=True))
+
+
+def _mm_rn(
+    a: torch.Tensor, of_a: _Extent, b: torch.Tensor, b64: torch.Tensor, of_b: _Extent, *, terms: int | None = None
+) -> torch.Tensor:
     """``numerics.mm_rn(a, b)``, bit for bit, for bfloat16 ``b`` whose float64 copy ``b64`` is at hand.
 
-    The two are equal because both are correctly rounded. The bounds are cheaper here: ``sum_i |a_i b_i|`` is at most
-    ``sum_i |a_i| max_i |b_i|``, and extremes are found on the bits. What they leave unsettled goes to ``mm_rn``.
+    The two are equal because both are correctly rounded. This one knows beforehand that nearly all sums are exact in
+    float64: partial sums are multiples of the product of the grains, below the number of terms times the product of
+    the greatest, and 53 bits hold them. Rows and columns for which that is not certain are looked at again.
 
     Args:
         a: ``(..., M, K)``.
-        grain: ``(..., M)`` float64, powers of two of which the elements of a row are multiples.
+        of_a: Its rows' extents.
         b: ``(..., N, K)`` bfloat16.
         b64: ``b.double()``.
+        of_b: Its rows' extents, or one for all.
+        terms: How many magnitudes up to ``of_a.largest`` a row of ``a`` adds up to at most; None for ``K``.
     """
-    a64 = a.double()
-    s = a64 @ b64.mT
-    k = a.shape[-1]
-    total = a64.abs().sum(-1).unsqueeze(-1) * _magnitude(b).amax(-1).view(torch.bfloat16).double().unsqueeze(-2)
-    # Partial sums are multiples of the product of the grains. Where 53 bits hold them, s is exact.
-    exact = total < (grain.unsqueeze(-1) * _grain(b).unsqueeze(-2)) * 2.0**52
-    bound = torch.where(exact, 0.0, (k + 8) * _F64_UNIT * total)
-    result = s.float() + 0.0  # -0 + 0 = +0
-    unsettled = ((s - bound).float() != (s + bound).float()) & torch.isfinite(s)
-    if bool(unsettled.any()):
-        where = torch.nonzero(unsettled, as_tuple=True)
-        pairs = mm_rn(a[where[:-1]].unsqueeze(-2), b[(*where[:-2], where[-1])].unsqueeze(-2))
-        result[where] = pairs.flatten()
+    s = a.double() @ b64.mT
+    result = s.float().add_(0.0)  # -0 + 0 = +0
+    sum_a = of_a.largest * (terms or a.shape[-1])
+    span_a, span_b = sum_a / of_a.grain, of_b.largest / of_b.grain
+    if s.numel() == 0 or bool(span_a.max() * span_b.max() < 2.0**52):
+        return result
+    # An inexact pair has a row or a column whose span reaches its share of the 52 bits.
+    middle_a, middle_b = (span.median().clamp(1.0, 2.0**200) for span in (span_a, span_b))
+    share_a = torch.sqrt(middle_a / middle_b) * 2.0**26
+    wide_a = ~(span_a < share_a)
+    wide_b = ~(span_b * share_a < 2.0**52).expand(*s.shape[:-2], s.shape[-1])
+    # Against the order of summation: K units of the sum of magnitudes, and a few more for the bounds themselves.
+    bound_a, bound_b = (a.shape[-1] + 8) * _F64_UNIT * sum_a, of_b.largest.expand_as(wide_b)
+    _settle_rows(result, s, wide_a, bound_a, bound_b, a, b)
+    _settle_rows(result.mT, s.mT, wide_b, bound_b, bound_a, b, a)
     return canonical_nan(result)
 
 
-def _magnitude(x: torch.Tensor) -> torch.Tensor:
-    """Bits of ``|x|`` as int16, which order as the magnitudes do; ``x`` bfloat16."""
-    return x.view(torch.int16) & 0x7FFF
-
-
-def _grain(x: torch.Tensor) -> torch.Tensor:
-    """Per row of bfloat16 ``x``, the unit of the last bit of its smallest non-zero element, as float64."""
-    smallest = ((_magnitude(x) - 1) & 0x7FFF).amin(-1)  # less one, so that zeros come last
-    exponent = ((smallest.long() + 1) >> 7).clamp(min=1, max=254)
-    return ((exponent - (127 + 7) + 1023) << 52).view(torch.float64)
+def _settle_rows(
+    result: torch.Tensor, s: torch.Tensor, wide: torch.Tensor, bound_a: torch.Tensor, bound_b: torch.Tensor,
+    a: torch.Tensor, b: torch.Tensor,
+) -> None:  # fmt: skip
+    """Put right what rounding ``s`` may have got wrong in the rows ``wide`` ``(..., M)`` of ``result``."""
+    rows = wide.nonzero(as_tuple=True)
+    row, _, column = unsettled(s[rows].unsqueeze(-2), bound_a[rows].unsqueeze(-1), bound_b[rows[:-1]])
+    if len(row):
+        pick = tuple(index[row] for index in rows)
+        pairs = mm_rn(a[pick].unsqueeze(-2), b[(*pick[:-1], column)].unsqueeze(-2))
+        result[(*pick, column)] = pairs.flatten()
