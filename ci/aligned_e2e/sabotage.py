@@ -8,11 +8,14 @@ records, and the table says by what.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -34,13 +37,13 @@ from . import model
 from .config import Deployment, ModelConfig
 from .findings import CaughtBy, Finding
 from .model import DeepseekV4
-from .prompts import make_requests
+from .prompts import load_book, make_requests
 from .replaced import Package, replaced
 from .report import compare
 from .rollout import Schedule
 from .sides import OLD_SEED, Served, Sides, make_engine, recompute, serve_on
 
-__all__ = ["SABOTAGES", "Healthy", "Sabotage", "commit", "healthy_run", "run_all", "small_sides"]
+__all__ = ["SABOTAGES", "Healthy", "Sabotage", "commit", "healthy_run", "run_all", "save_traces", "small_sides"]
 
 Plant = Callable[[], AbstractContextManager[None]]
 
@@ -152,6 +155,34 @@ def run_all(vocab_size: int, book: list[int]) -> list[Finding]:
     torch.set_num_threads(1)
     healthy = healthy_run(small_sides(vocab_size, book))
     return [commit(sabotage, healthy) for sabotage in SABOTAGES]
+
+
+def save_traces(sabotage: Sabotage, sides: Sides, folder: Path) -> tuple[Path, Path]:
+    """Write the traces of a healthy run and of one with the fault, as ``bi-bisect`` reads them.
+
+    The values of the op where the fault must show are kept, so that it can show them.
+    """
+    torch.set_num_threads(1)
+    weights = sides.checkpoint(OLD_SEED)
+    paths = folder / "healthy.json", folder / "sabotaged.json"
+    for path, plant in zip(paths, (contextlib.nullcontext, sabotage.plant), strict=True):
+        with recording(Trace(lambda layer, op: (layer, op) == (sabotage.layer, sabotage.op))) as trace, plant():
+            _serve(sides, weights)
+        trace.save(path)
+    return paths
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``python -m aligned_e2e.sabotage NAME FOLDER``: traces of a healthy run and of one with that fault."""
+    parser = argparse.ArgumentParser(prog="aligned_e2e.sabotage", description=main.__doc__)
+    parser.add_argument("name", choices=[s.name for s in SABOTAGES], metavar="NAME", help="of SABOTAGES")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where healthy.json and sabotaged.json go")
+    arguments = parser.parse_args(argv)
+    (sabotage,) = (s for s in SABOTAGES if s.name == arguments.name)
+    vocabulary, book = load_book()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    save_traces(sabotage, small_sides(vocabulary.size, book), arguments.folder)
+    return 0
 
 
 def _finding(sabotage: Sabotage, by: CaughtBy | None, place: tuple[int | None, str | None], detail: str) -> Finding:
@@ -364,3 +395,7 @@ SABOTAGES = (
     Sabotage("reload: sinks left at zero", _sinks(pad=-torch.inf, keep=0.0), layer=0, op="sparse_mla"),
 )  # fmt: skip
 """Names say first where, then what."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

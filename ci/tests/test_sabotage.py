@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,8 @@ import bi_sparse_attn as sparse
 from aligned_e2e import model
 from aligned_e2e.prompts import load_book
 from aligned_e2e.replaced import Package, replaced
-from aligned_e2e.sabotage import SABOTAGES, Healthy, Sabotage, commit, healthy_run, small_sides
+from aligned_e2e.sabotage import SABOTAGES, Healthy, Sabotage, commit, healthy_run, save_traces, small_sides
+from bi_kernels.testing.trace import main as bi_bisect
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,19 @@ def test_sabotage_is_caught_and_located(fault: Sabotage, healthy: Healthy) -> No
     assert finding.caught, finding
     if fault.caught_by in {"bits", "trace"}:
         assert finding.located_op is not None
+
+
+def test_demonstration_in_the_readme(
+    healthy: Healthy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (name,) = re.findall(r'^PYTHONPATH=ci python -m aligned_e2e.sabotage "(.*)" traces$', readme, re.M)
+    (shown,) = re.findall(r"```text\n(.*?)```", readme, re.S)
+    (fault,) = (s for s in SABOTAGES if s.name == name)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert bi_bisect([str(path) for path in save_traces(fault, healthy.sides, tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
 
 
 def test_without_a_fault_nobody_complains(healthy: Healthy) -> None:

@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 _FORMAT = 2
-_SHOWN = 8
+_SHOWN = 8  # values
+_AROUND = 3  # ops
 
 
 class TraceError(BatchInvarianceError):
@@ -92,8 +93,10 @@ class Trace:
             if digests.setdefault(key, digest) != digest:
                 self.contradictions.append((layer, op, list(self._requests)[key[0]], key[1]))
         if self._keep is not None and self._keep(layer, op):
-            values = self._values.setdefault((layer, op), {})
-            values.update(zip(keys, bit_view(tensor.flatten(1)).tolist(), strict=True))
+            bits = bit_view(tensor.flatten(1))
+            mask = 2 ** (8 * bits.element_size()) - 1  # bits are no negative numbers
+            kept = ([value & mask for value in row] for row in bits.tolist())
+            self._values.setdefault((layer, op), {}).update(zip(keys, kept, strict=True))
 
     @property
     def ops(self) -> list[tuple[int, str]]:
@@ -282,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("a", type=Path)
     parser.add_argument("b", type=Path)
     parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--all", action="store_true", help="show every op, not only those around the divergence")
     arguments = parser.parse_args(argv)
     from rich.console import Console
 
@@ -298,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = asdict(divergence) if divergence is not None else None
         record: dict[str, Any] = {"divergence": found, "contradictions": contradictions, "plan": plans}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    console.print(_table(a, b, divergence))
+    console.print(_table(a, b, divergence, every_op=arguments.all))
     for name, entries in contradictions.items():
         for layer, op, request, position in entries[:_SHOWN]:
             console.print(f"{name} contradicts itself: layer {layer}, {op}, {request} at {position}", markup=False)
@@ -307,28 +311,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if divergence is not None or plans or any(contradictions.values()) else 0
 
 
-def _table(a: Trace, b: Trace, divergence: Divergence | None) -> Any:
+def _table(a: Trace, b: Trace, divergence: Divergence | None, *, every_op: bool) -> Any:
     """One row an op, in the order of the forward pass: compared, different, and where it starts."""
     from rich.table import Table
 
+    ops = a.ops
     if divergence is None:
-        title = "no divergence"
+        title, centre = "no divergence", len(ops)
     else:
         where = f"layer {divergence.layer}, {divergence.op}"
         title = f"first divergence: {where}, request {divergence.request}, position {divergence.position}"
+        centre = ops.index((divergence.layer, divergence.op))
+    first, last = (0, len(ops)) if every_op else (max(0, centre - _AROUND), centre + _AROUND + 1)
     table = Table(title=title)
     for column in ("layer", "op", "tokens", "different", "first token"):
         table.add_column(column, justify="left" if column == "op" else "right")
-    for layer, op in a.ops:
+    if first:
+        table.add_row("", f"({first} ops before)")
+    for layer, op in ops[first:last]:
         mine, theirs = a.digests(layer, op), b.digests(layer, op)
         common = mine.keys() & theirs.keys()
         keys = sorted((key for key in common if mine[key] != theirs[key]), key=lambda key: (key[1], key[0]))
-        first = f"{keys[0][0]}[{keys[0][1]}]" if keys else ""
+        start = f"{keys[0][0]}[{keys[0][1]}]" if keys else ""
         here = divergence is not None and (layer, op) == (divergence.layer, divergence.op)
         style = "bold red" if here else "red" if keys else None
-        table.add_row(str(layer), op, str(len(common)), str(len(keys)), first, style=style)
-    for index, x, y in divergence.values if divergence is not None else ():
-        table.add_row("", f"  element {index}", "", f"{x:#x}", f"{y:#x}")
+        table.add_row(str(layer), op, str(len(common)), str(len(keys)), start, style=style)
+        for index, x, y in divergence.values if divergence is not None and here else ():
+            table.add_row("", f"  element {index}", "", f"{x:#x}", f"{y:#x}")
+    if ops[last:]:
+        table.add_row("", f"({len(ops[last:])} ops after)")
     return table
 
 
