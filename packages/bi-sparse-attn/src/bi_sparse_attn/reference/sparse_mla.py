@@ -251,23 +251,33 @@ def _mm_rn(
     # An inexact pair has a row or a column whose span reaches its share of the 52 bits.
     middle_a, middle_b = (span.median().clamp(1.0, 2.0**200) for span in (span_a, span_b))
     share_a = torch.sqrt(middle_a / middle_b) * 2.0**26
-    wide_a = ~(span_a < share_a)
-    wide_b = ~(span_b * share_a < 2.0**52).expand(*s.shape[:-2], s.shape[-1])
+    shape_b = (*s.shape[:-2], s.shape[-1])
     # Against the order of summation: K units of the sum of magnitudes, and a few more for the bounds themselves.
-    bound_a, bound_b = (a.shape[-1] + 8) * _F64_UNIT * sum_a, of_b.largest.expand_as(wide_b)
-    _settle_rows(result, s, wide_a, bound_a, bound_b, a, b)
-    _settle_rows(result.mT, s.mT, wide_b, bound_b, bound_a, b, a)
+    left = _Side(a, (a.shape[-1] + 8) * _F64_UNIT * sum_a, span_a, ~(span_a < share_a))
+    right = _Side(
+        b, of_b.largest.expand(shape_b), span_b.expand(shape_b), ~(span_b * share_a < 2.0**52).expand(shape_b)
+    )
+    _settle_rows(result, s, left, right)
+    _settle_rows(result.mT, s.mT, right, left)
     return canonical_nan(result)
 
 
-def _settle_rows(
-    result: torch.Tensor, s: torch.Tensor, wide: torch.Tensor, bound_a: torch.Tensor, bound_b: torch.Tensor,
-    a: torch.Tensor, b: torch.Tensor,
-) -> None:  # fmt: skip
-    """Put right what rounding ``s`` may have got wrong in the rows ``wide`` ``(..., M)`` of ``result``."""
-    rows = wide.nonzero(as_tuple=True)
-    row, _, column = unsettled(s[rows].unsqueeze(-2), bound_a[rows].unsqueeze(-1), bound_b[rows[:-1]])
-    if len(row):
-        pick = tuple(index[row] for index in rows)
-        pairs = mm_rn(a[pick].unsqueeze(-2), b[(*pick[:-1], column)].unsqueeze(-2))
-        result[(*pick, column)] = pairs.flatten()
+class _Side(NamedTuple):
+    """An operand of a product, its rows' share in the bound of the error, their spans, and which are doubtful."""
+
+    x: torch.Tensor
+    bound: torch.Tensor
+    span: torch.Tensor
+    doubtful: torch.Tensor
+
+
+def _settle_rows(result: torch.Tensor, s: torch.Tensor, a: _Side, b: _Side) -> None:
+    """Put right what rounding ``s`` may have got wrong in the doubtful rows of ``a``."""
+    rows = a.doubtful.nonzero(as_tuple=True)
+    row, _, column = unsettled(s[rows].unsqueeze(-2), a.bound[rows].unsqueeze(-1), b.bound[rows[:-1]])
+    left, right = tuple(index[row] for index in rows), (*(index[row] for index in rows[:-1]), column)
+    inexact = (~(a.span[left] * b.span[right] < 2.0**52)).nonzero()[:, 0]
+    if len(inexact):
+        left, right = (tuple(index[inexact] for index in side) for side in (left, right))
+        pairs = mm_rn(a.x[left].unsqueeze(-2), b.x[right].unsqueeze(-2))
+        result[(*left, right[-1])] = pairs.flatten()
