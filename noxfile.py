@@ -141,6 +141,14 @@ def sanitizer(session: nox.Session, package: str) -> None:
     session.run("bash", "ci/gpu/sanitize.sh", package, external=True)
 
 
+@nox.session(default=False, requires=all_built, venv_params=VENV)
+def fuzz(session: nox.Session) -> None:
+    """Coverage-guided fuzzing of everything that takes bytes: ``-- --seconds 20``, ``-- kv_page`` etc."""
+    install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, "atheris")
+    session.env["PYTHONPATH"] = str(ROOT / "ci")
+    session.run("python", "-m", "fuzz", *session.posargs)
+
+
 @nox.session(tags=["release"], default=False, venv_params=VENV)
 @nox.parametrize("vllm", VLLM_VERSIONS, ids=VLLM_VERSIONS)
 def anchors(session: nox.Session, vllm: str) -> None:

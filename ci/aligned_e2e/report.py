@@ -147,7 +147,7 @@ def check_report(path: pathlib.Path) -> list[str]:
         digest = record.pop("digest")
         failures = [str(failure) for failure in record["failures"]]
         compared = [row["tokens_compared"] for row in record["schedules"]]
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ReportError(f"{path}: expected a report, got something else ({error}). Run the profile again.") from error
     if digest != _digest(record):
         raise ReportError(f"{path}: expected the digest that it was written with, got other contents. Run it again.")

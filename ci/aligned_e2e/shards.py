@@ -85,7 +85,7 @@ def _read_index(folder: Path) -> dict[str, tuple[str, int]]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         return {str(name): (Path(entry["file"]).name, int(entry["fingerprint"], 16)) for name, entry in index.items()}
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ReloadError(
             f"{path}: expected the index of a checkpoint, got something else ({error}). Save the checkpoint again."
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,10 @@ def test_other_schedules_and_the_actor_give_the_same_bits(sides: Sides, together
     assert chunked.plan.mixed_steps > 0
     assert chunked.tokens == together.tokens
     assert chunked.logprobs == together.logprobs
-    assert recompute(sides, OLD_SEED, together.tokens).logprobs == together.logprobs
+    assert chunked.digests == together.digests
+    actor = recompute(sides, OLD_SEED, together.tokens)
+    assert actor.logprobs == together.logprobs
+    assert actor.digests == together.digests
 
 
 def test_traces_of_other_batchings_and_of_the_actor_agree(sides: Sides, together: Served) -> None:
@@ -59,20 +63,21 @@ def test_traces_of_other_batchings_and_of_the_actor_agree(sides: Sides, together
     assert len(ours.ops) > 40
 
 
-def test_compare_sees_one_bit_one_token_and_one_missing_token(together: Served) -> None:
-    def row(**changes: object) -> int:
-        return compare(
-            "x", dataclasses.replace(together, **changes), together.tokens, together.logprobs
-        ).tokens_different
+def test_compare_sees_one_bit_one_digest_one_token_and_one_missing_token(together: Served) -> None:
+    def row(**changes: Any) -> int:
+        run = dataclasses.replace(together, **changes)
+        return compare("x", run, together.tokens, together.logprobs, together.digests).tokens_different
 
     assert row() == 0
     name = next(iter(together.tokens))
     bits = {**together.logprobs, name: [together.logprobs[name][0] ^ 1, *together.logprobs[name][1:]]}
     assert row(logprobs=bits) == 1
+    digests = {**together.digests, name: [together.digests[name][0] ^ 1, *together.digests[name][1:]]}
+    assert row(digests=digests) == 1
     tokens = {**together.tokens, name: [together.tokens[name][0] ^ 1, *together.tokens[name][1:]]}
     assert row(tokens=tokens) == 1
-    shorter = {name: together.tokens[name][:-1]}, {name: together.logprobs[name][:-1]}
-    assert row(tokens=together.tokens | shorter[0], logprobs=together.logprobs | shorter[1]) == 1
+    shorter = [of_all | {name: of_all[name][:-1]} for of_all in (together.tokens, together.logprobs, together.digests)]
+    assert row(tokens=shorter[0], logprobs=shorter[1], digests=shorter[2]) == 1
 
 
 def test_half_finished_reload_is_not_served(sides: Sides) -> None:

@@ -100,9 +100,15 @@ def _fma_normal(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tens
 def _horner(x: torch.Tensor, coefficients: Sequence[float]) -> torch.Tensor:
     """``p = fma(p, x, c)`` for each coefficient, from the highest; no intermediate result may be subnormal."""
     x64 = x.double()
-    p = torch.full_like(x, coefficients[0])
+    p, sums = torch.full_like(x, coefficients[0]), []
     for coefficient in coefficients[1:]:
-        p = _fma_normal(p.double(), x64, _as_f64(coefficient, x))
+        # The product is exact, so that the addition makes the only rounding before the one to float32.
+        sums.append(p.double().mul_(x64).add_(_f32(coefficient)))
+        p = sums[-1].float()
+    if _has_middle(torch.cat(sums)):
+        p = torch.full_like(x, coefficients[0])
+        for coefficient in coefficients[1:]:
+            p = _fma_normal(p.double(), x64, _as_f64(coefficient, x))
     return p
 
 

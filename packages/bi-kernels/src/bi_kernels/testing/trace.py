@@ -147,7 +147,7 @@ class Trace:
                     target[int(layer), str(op)] = {(int(r), int(p)): value for r, p, value in rows}
             trace.contradictions = [tuple(entry) for entry in record["contradictions"]]
             trace.plan = {str(name): {str(value) for value in values} for name, values in record["plan"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TraceError(
                 f"{path}: expected a trace written by Trace.save, got something else ({error}). Record it anew."
             ) from error

@@ -8,13 +8,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from bi_kernels.reference.numerics import canonical_nan, exp, exp_f64, log, mm_rn, to_bf16, tree_sum, unsettled
+from bi_kernels.reference.numerics import canonical_nan, exp, exp_f64, log, mm_rn, to_bf16, tree_sum
 
 __all__ = ["SparseMlaOutput", "sparse_mla_fwd"]
 
 _BLOCK = 64  # list entries that share one running maximum: part of the arithmetic
 _SHARED_TILE = 64  # tokens worked on together where they share rows: no part of the arithmetic
-_OWN_TILE = 32  # and where they do not: their rows in float64 stay in the last-level cache
+_OWN_TILE = 64  # and where they do not: their rows in float64 stay in the last-level cache
 _SHARING = 4  # entries per distinct row from which on it pays to multiply rows once for all tokens
 _F64_UNIT = 2.0**-53
 
@@ -61,8 +61,9 @@ def sparse_mla_fwd(
     tokens, heads, _ = q.shape
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    max_logits = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
-    lse = torch.empty_like(max_logits)
+    acc = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    m = torch.full((tokens, heads), -torch.inf, device=q.device)
+    den = torch.zeros_like(m)
     column = torch.arange(indices.shape[1], device=q.device)
     valid = (indices >= 0) & (indices < kv.shape[0])
     if topk_length is not None:
@@ -80,30 +81,25 @@ def sparse_mla_fwd(
             parts = [slice(i, min(i + _OWN_TILE, tokens)) for i in range(first, min(tile.stop, tokens), _OWN_TILE)]
             work = [(part, _OwnEntries(q[part], kv, indices[part].long(), valid[part])) for part in parts]
         for part, entries in work:
-            acc, den, m = _attend(entries, q[part].shape, valid[part], sm_scale)
-            total = den if attn_sink is None else den + exp(attn_sink - m)
-            empty = m == -torch.inf
-            out[part] = to_bf16(acc / total.unsqueeze(-1)).masked_fill_(empty.unsqueeze(-1), 0.0)
-            max_logits[part] = canonical_nan(m)
-            lse[part] = torch.where(empty, torch.inf, canonical_nan(m + log(den)))
-    return SparseMlaOutput(out, max_logits, lse)
+            _attend(entries, valid[part], sm_scale, acc[part], den[part], m[part])
+    total = den if attn_sink is None else den + exp(attn_sink - m)
+    empty = m == -torch.inf
+    out.copy_(to_bf16(acc.div_(total.unsqueeze(-1))).masked_fill_(empty.unsqueeze(-1), 0.0))
+    lse = torch.where(empty, torch.inf, canonical_nan(m + log(den)))
+    return SparseMlaOutput(out, canonical_nan(m), lse)
 
 
 def _attend(
-    entries: _Entries, shape: torch.Size, valid: torch.Tensor, sm_scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(acc, den, m)`` after every block of the tokens' lists."""
-    acc = torch.zeros(shape, dtype=torch.float32, device=valid.device)
-    m = torch.full(shape[:2], -torch.inf, device=valid.device)
-    den = torch.zeros_like(m)
+    entries: _Entries, valid: torch.Tensor, sm_scale: float, acc: torch.Tensor, den: torch.Tensor, m: torch.Tensor
+) -> None:
+    """Take every block of the tokens' lists into ``acc``, ``den`` and ``m``."""
+    scale = torch.tensor(sm_scale, dtype=torch.float32)
     for first in range(0, valid.shape[1], _BLOCK):
         block = slice(first, first + _BLOCK)
         ok = valid[:, block]
         if not bool(ok.any()):
             continue  # m, den and acc would come out as they are: alpha is 1 and every p is 0
-        s = (
-            entries.scores(block) * torch.tensor(sm_scale, dtype=torch.float32) + 0.0
-        )  # -0 + 0 = +0: max() may be either
+        s = entries.scores(block).mul_(scale).add_(0.0)  # -0 + 0 = +0: max() may return either
         if not bool(ok.all()):
             s = torch.where(ok.unsqueeze(1), s, -torch.inf)
         new_m = torch.maximum(m, s.amax(-1))
@@ -111,10 +107,9 @@ def _attend(
         # One call for alpha and P: exp works element by element.
         powers = exp_f64((torch.cat([m.unsqueeze(-1), s], dim=2) - shift).double()).float()
         alpha, p = powers[..., :1], powers[..., 1:]
-        den = den * alpha.squeeze(-1) + tree_sum(p)
-        acc = acc.mul_(alpha).add_(entries.weighted_sum(block, p.bfloat16()))
-        m = new_m
-    return acc, den, m
+        den.mul_(alpha.squeeze(-1)).add_(tree_sum(p))
+        acc.mul_(alpha).add_(entries.weighted_sum(block, p.bfloat16()))
+        m.copy_(new_m)
 
 
 def _distinct(indices: torch.Tensor, ok: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,7 +227,7 @@ def _mm_rn(
 
     The two are equal because both are correctly rounded. This one knows beforehand that nearly all sums are exact in
     float64: partial sums are multiples of the product of the grains, below the number of terms times the product of
-    the greatest, and 53 bits hold them. Rows and columns for which that is not certain are looked at again.
+    the greatest, and 53 bits hold them. Pairs for which that is not certain are looked at again.
 
     Args:
         a: ``(..., M, K)``.
@@ -246,28 +241,16 @@ def _mm_rn(
     result = s.float().add_(0.0)  # -0 + 0 = +0
     sum_a = of_a.largest * (terms or a.shape[-1])
     span_a, span_b = sum_a / of_a.grain, of_b.largest / of_b.grain
-    if s.numel() == 0 or bool(span_a.max() * span_b.max() < 2.0**52):
+    spans = span_a.unsqueeze(-1) * span_b.unsqueeze(-2)
+    if spans.numel() == 0 or bool(spans.max() < 2.0**52):
         return result
-    # An inexact pair has a row or a column whose span reaches its share of the 52 bits.
-    middle_a, middle_b = (span.median().clamp(1.0, 2.0**200) for span in (span_a, span_b))
-    share_a = torch.sqrt(middle_a / middle_b) * 2.0**26
-    wide_a = ~(span_a < share_a)
-    wide_b = ~(span_b * share_a < 2.0**52).expand(*s.shape[:-2], s.shape[-1])
+    where = (~(spans < 2.0**52)).expand_as(s).nonzero(as_tuple=True)
+    left, right = where[:-1], (*where[:-2], where[-1])
     # Against the order of summation: K units of the sum of magnitudes, and a few more for the bounds themselves.
-    bound_a, bound_b = (a.shape[-1] + 8) * _F64_UNIT * sum_a, of_b.largest.expand_as(wide_b)
-    _settle_rows(result, s, wide_a, bound_a, bound_b, a, b)
-    _settle_rows(result.mT, s.mT, wide_b, bound_b, bound_a, b, a)
+    largest_b = of_b.largest.expand(*s.shape[:-2], s.shape[-1])
+    found, bound = s[where], (a.shape[-1] + 8) * _F64_UNIT * sum_a[left] * largest_b[right]
+    unsettled = (((found - bound).float() != (found + bound).float()) & torch.isfinite(found)).nonzero()[:, 0]
+    if len(unsettled):
+        left, right = (tuple(index[unsettled] for index in side) for side in (left, right))
+        result[(*left, right[-1])] = mm_rn(a[left].unsqueeze(-2), b[right].unsqueeze(-2)).flatten()
     return canonical_nan(result)
-
-
-def _settle_rows(
-    result: torch.Tensor, s: torch.Tensor, wide: torch.Tensor, bound_a: torch.Tensor, bound_b: torch.Tensor,
-    a: torch.Tensor, b: torch.Tensor,
-) -> None:  # fmt: skip
-    """Put right what rounding ``s`` may have got wrong in the rows ``wide`` ``(..., M)`` of ``result``."""
-    rows = wide.nonzero(as_tuple=True)
-    row, _, column = unsettled(s[rows].unsqueeze(-2), bound_a[rows].unsqueeze(-1), bound_b[rows[:-1]])
-    if len(row):
-        pick = tuple(index[row] for index in rows)
-        pairs = mm_rn(a[pick].unsqueeze(-2), b[(*pick[:-1], column)].unsqueeze(-2))
-        result[(*pick, column)] = pairs.flatten()
