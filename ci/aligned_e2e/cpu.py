@@ -18,6 +18,7 @@ from rich.progress import Progress
 import bi_kernels as bk
 
 from .config import Deployment, ModelConfig
+from .faults import FaultStages, require_transformers
 from .prompts import Request, load_book, make_requests
 from .report import Report, compare
 from .rollout import Plan, Schedule
@@ -49,6 +50,7 @@ def run(console: Console) -> Report:
     Each run has its own process with one thread, as many at a time as there are cores; actors have two threads. None
     of it may show in the bits.
     """
+    require_transformers()
     started = time.monotonic()
     vocabulary, book = load_book()
     config, deployment = ModelConfig(vocab_size=vocabulary.size), Deployment()
@@ -72,6 +74,7 @@ def run(console: Console) -> Report:
             "reload to new weights and back", reload_and_serve, sides, (SCHEDULES[0], SCHEDULES[2])
         )
         serving = [workers.submit(f"rollout, {schedule.name}", serve, sides, schedule) for schedule in SCHEDULES]
+        faults = FaultStages.start(workers, config, deployment, book)
         first = workers.result(serving[0])
         recomputing = workers.submit("actor", recompute, sides, OLD_SEED, first.tokens)
         reloaded = workers.result(reloading)
@@ -79,6 +82,7 @@ def run(console: Console) -> Report:
         runs = [workers.result(future) for future in serving]
         expected = workers.result(recomputing).logprobs
         actor = workers.result(rechecking)
+        faults.write_to(report, workers)
     report.schedules = [
         compare(schedule.name, run, first.tokens, expected) for schedule, run in zip(SCHEDULES, runs, strict=True)
     ]
@@ -97,7 +101,7 @@ def run(console: Console) -> Report:
         ),
         "problems": problems,
     }
-    report.coverage = _coverage(config, requests, first.tokens, [run.plan for run in runs], report)
+    report.coverage |= _coverage(config, requests, first.tokens, [run.plan for run in runs], report)
     report.seconds = round(time.monotonic() - started, 1)
     return report
 
