@@ -34,6 +34,7 @@ from bi_reload import finalize
 from bi_reload.reference import mhc_pre as mhc_reference
 
 from . import model
+from .actor import recompute_logprobs
 from .config import Deployment, ModelConfig
 from .findings import CaughtBy, Finding
 from .model import DeepseekV4
@@ -41,7 +42,7 @@ from .prompts import load_book, make_requests
 from .replaced import Package, replaced
 from .report import compare
 from .rollout import Schedule
-from .sides import OLD_SEED, Served, Sides, make_engine, recompute, serve_on
+from .sides import OLD_SEED, Served, Sides, make_engine, serve_on
 
 __all__ = ["SABOTAGES", "Healthy", "Sabotage", "commit", "healthy_run", "run_all", "save_traces", "small_sides"]
 
@@ -108,11 +109,11 @@ def healthy_run(sides: Sides) -> Healthy:
     weights = sides.checkpoint(OLD_SEED)
     with recording(Trace()) as trace:
         served, fingerprints = _serve(sides, weights)
+    sequences = {request.name: (request.prompt, served.tokens[request.name]) for request in sides.requests}
     with recording(Trace()) as actor:
-        recomputed = recompute(sides, OLD_SEED, served.tokens)
-    torch.set_num_threads(1)  # two, which an actor asks for, wait for each other on rows as few as these
-    different = (served.logprobs, served.digests) != (recomputed.logprobs, recomputed.digests)
-    if different or first_divergence(trace, actor) or plan_differences(trace, trace):
+        rows = recompute_logprobs(DeepseekV4(sides.config, sides.deployment, weights), sides.deployment, sequences)
+    digests = [digest.tolist() for _, digest in rows]
+    if digests != list(served.digests.values()) or first_divergence(trace, actor) or plan_differences(trace, trace):
         raise ValueError("sabotage: expected a healthy run to equal its actor, got a difference. Look at that first.")
     return Healthy(sides, weights, served, trace, fingerprints, bk.attest())
 

@@ -18,9 +18,10 @@ from aligned_e2e.prompts import Request, load_book
 from aligned_e2e.report import Report
 from aligned_e2e.rollout import Schedule
 from aligned_e2e.sabotage import small_sides
-from aligned_e2e.sides import OLD_SEED, Served, Sides, recompute, serve
+from aligned_e2e.sides import NEW_SEED, OLD_SEED, Served, Sides, make_engine, recompute, send_weights, serve, serve_on
 from bi_kernels.runtime.settings import refusals
 from bi_kernels.testing import assert_batch_invariant, must_detect
+from bi_reload import AddressLedger
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = """
@@ -124,6 +125,27 @@ def test_case_b40_an_unrelated_prefill_changes_nothing(length: int, sides: Sides
 def test_case_b42_a_run_that_never_splits_a_prompt_fails() -> None:
     report = Report("cpu", {}, {}, {}, {}, coverage={"prefill_splits": 0, "mixed_steps": 3})
     assert report.failures == ["vacuous: prefill_splits is 0"]
+
+
+def test_case_b43_prefix_cache_cold_warm_and_stale(sides: Sides) -> None:
+    _, book = load_book()
+    blocks = replace(sides, deployment=replace(sides.deployment, block=128), requests=[])
+    request = Request("cached", tuple(book[:150]), 2, seed=3)
+    schedule = Schedule("cached", max_num_seqs=2, max_num_batched_tokens=512, prefix_caching=True)
+    model = blocks.model(OLD_SEED)
+    engine = make_engine(blocks, model, schedule)
+    cold, warm = serve_on(engine, [request]), serve_on(engine, [request])
+    assert warm.plan.cached_tokens == 128
+    assert (warm.tokens, warm.digests) == (cold.tokens, cold.digests)
+
+    ledger = AddressLedger().record(model)
+    send_weights(model, blocks.checkpoint(NEW_SEED), bucket_seed=1, ledger=ledger)
+    stale = serve_on(engine, [request])
+    engine.reset_prefix_cache()
+    fresh = serve_on(engine, [request])
+    want = serve_on(make_engine(blocks, blocks.model(NEW_SEED), schedule), [request])
+    assert (fresh.tokens, fresh.digests) == (want.tokens, want.digests)
+    assert stale.digests != want.digests  # the cache of the old weights does show
 
 
 def test_case_b46_identical_requests_at_once_are_identical(sides: Sides) -> None:
