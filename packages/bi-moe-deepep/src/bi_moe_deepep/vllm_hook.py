@@ -16,11 +16,6 @@ _KERNEL = f"{_MOE}.modular_kernel:FusedMoEKernelModularImpl"
 _DEEP_GEMM = "vllm.utils.deep_gemm"
 _PREVIEW = "https://github.com/vllm-project/vllm/pull/54955"
 
-_STAGED = (
-    "CUDA kernels of bi_moe_deepep::stage_tokens and bi_moe_deepep::combine_ordered, and the staged dispatch over a "
-    "real transport"
-)
-
 REFUSED_SETTINGS = (
     Refusal(
         "tensor parallel size > 1",
@@ -91,11 +86,9 @@ def _prepare_finalize(oracle: str, replacement: str) -> Patch:
         why="On Hopper DeepEP's low-latency dispatch quantises by other scales than the local path, and a chunk beyond "
         "its capacity cannot be sent; every other backend rounds per rank and is refused, or replaced where "
         "BI_EP_TRANSPORT=nccl asks for it. vLLM binds the class DeepEPLLPrepareAndFinalize only where DeepEP is "
-        "installed, so its maker is the place, and returns a subclass.",
+        "installed, so its maker is the place.",
         upstream=f"{_PREVIEW}; https://github.com/deepseek-ai/DeepEP/pull/743",
         remove_when="vLLM dispatches at a fixed capacity, with scales equal to the local path's",
-        ready=False,
-        needs=_STAGED,
         relies_on=(
             f"{_MOE}.all2all_utils:get_ep_all2all_manager",
             f"{_MOE}.prepare_finalize.deepep_ll:DeepEPLLPrepareAndFinalize",
@@ -181,8 +174,6 @@ PLAN = HookPlan(
             "finalize would run the shared experts once per slice, and its own assertion stops the second.",
             upstream=_PREVIEW,
             remove_when="vLLM stages low-latency dispatch at a fixed capacity",
-            ready=False,
-            needs=_STAGED,
             relies_on=(
                 f"{_KERNEL}._allocate_buffers",
                 f"{_KERNEL}._finalize",
