@@ -168,7 +168,7 @@ def rank_main(folder: Path, ranks: int, rank: int) -> None:
     checking, quick = (TorchTransport(control_group=control, timeout=30, verify=verify) for verify in (True, False))
     found: dict[str, Any] = {}
     for shares in distributions(ranks):
-        for capacity in (64, CAPACITY, 256):
+        for capacity in (64, CAPACITY):
             found[f"nccl {shares} {capacity}"] = layer(checking, shares, capacity)
     even = distributions(ranks)[0]
     found[f"nccl {even} graph"] = layer(quick, even, CAPACITY, graph=True)

@@ -21,6 +21,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.filterwarnings("ign
 
 EXPERTS, TOP_K, HIDDEN, INTER, LIMIT = 256, 6, 4096, 2048, 10.0
 TOKENS = 8192
+FLASH = {
+    "hidden_size": HIDDEN,
+    "moe_intermediate_size": INTER,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
 Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -46,7 +57,7 @@ def vllm_config() -> Iterator[Any]:
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, "tcp://127.0.0.1:29531", 0, "nccl")
         initialize_model_parallel(1, 1)
-        config.model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="deepseek_v4"))
+        config.model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="deepseek_v4", **FLASH))
         init_workspace_manager(torch.device("cuda", 0))
         yield config
     for plan in reversed(plans):

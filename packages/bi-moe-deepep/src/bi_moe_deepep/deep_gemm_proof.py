@@ -19,7 +19,7 @@ from bi_kernels.runtime.probe import SelfTest, SelfTestReport, run_self_test
 
 from .deep_gemm import PRODUCTS, DeepGemmBuild, mk_alignment, probe_deep_gemm
 
-__all__ = ["DeepGemmShapes", "Products", "deep_gemm_self_tests", "load_products", "prove_deep_gemm"]
+__all__ = ["V4_FLASH", "DeepGemmShapes", "Products", "deep_gemm_self_tests", "load_products", "prove_deep_gemm"]
 
 _BLOCK = 128
 _TEST_EXPERTS = 4  # as many as show the grouping; a model's 256 would cost memory and prove nothing more

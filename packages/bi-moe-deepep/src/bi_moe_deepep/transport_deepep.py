@@ -60,7 +60,8 @@ class DeepEPTransport:
         self._buffer = buffer
         self._numbers = numbers
         self._arguments = {name: _keywords(buffer, name) for name in _WANTED}
-        if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
+        filled = getattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        if torch.are_deterministic_algorithms_enabled() and filled:
             setting = "torch.utils.deterministic.fill_uninitialized_memory"
             blocker = Blocker(setting, "False beside DeepEP", "True", f"Set {setting} = False.")
             raise ContractError("this DeepEP cannot be used", [blocker])
