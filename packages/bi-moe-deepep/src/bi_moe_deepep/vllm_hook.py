@@ -16,6 +16,9 @@ _KERNEL = f"{_MOE}.modular_kernel:FusedMoEKernelModularImpl"
 _DEEP_GEMM = "vllm.utils.deep_gemm"
 _PREVIEW = "https://github.com/vllm-project/vllm/pull/54955"
 
+_RUN = "its run inside vLLM on a Hopper GPU (ci/gpu/run_bi_moe_deepep.sh vllm)"
+_TWO_GPUS = "its run on two Hopper GPUs (ci/gpu/run_bi_moe_deepep.sh dispatch), then in two vLLM engines"
+
 REFUSED_SETTINGS = (
     Refusal(
         "tensor parallel size > 1",
@@ -69,6 +72,8 @@ def _selection(target: str, replacement: str, *relies_on: str) -> Patch:
         "quantisation method imports the function by name, so its module is the place.",
         upstream=_PREVIEW,
         remove_when="vLLM's DeepGEMM experts claim batch invariance themselves, and are chosen by name",
+        ready=False,
+        needs=_RUN,
         relies_on=(
             f"{_MOE}.modular_kernel:FusedMoEExperts.is_supported_config",
             f"{_MOE}.modular_kernel:FusedMoEExperts._supports_batch_invariance",
@@ -89,6 +94,8 @@ def _prepare_finalize(oracle: str, replacement: str) -> Patch:
         "installed, so its maker is the place.",
         upstream=f"{_PREVIEW}; https://github.com/deepseek-ai/DeepEP/pull/743",
         remove_when="vLLM dispatches at a fixed capacity, with scales equal to the local path's",
+        ready=False,
+        needs=_TWO_GPUS,
         relies_on=(
             f"{_MOE}.all2all_utils:get_ep_all2all_manager",
             f"{_MOE}.prepare_finalize.deepep_ll:DeepEPLLPrepareAndFinalize",
@@ -114,6 +121,8 @@ PLAN = HookPlan(
             why="A trainer written for the preview asks by this name whether DeepGEMM may be used; vLLM lacks it.",
             upstream=f"{_PREVIEW}; https://github.com/sgl-project/DeepGEMM/pull/73",
             remove_when="vLLM ships the function",
+            ready=False,
+            needs=_RUN,
             relies_on=(
                 f"{_DEEP_GEMM}:_import_deep_gemm",
                 f"{_DEEP_GEMM}:_lazy_init",
@@ -130,6 +139,8 @@ PLAN = HookPlan(
             why="The trainer turns the contract on by this name, or expects an error; vLLM lacks it.",
             upstream=f"{_PREVIEW}; https://github.com/sgl-project/DeepGEMM/pull/73",
             remove_when="vLLM ships the function",
+            ready=False,
+            needs=_RUN,
         ),
         _selection(
             "vllm.model_executor.layers.quantization.fp8:select_fp8_moe_backend",
@@ -157,6 +168,8 @@ PLAN = HookPlan(
             "flag on it is invariant, but rounds the logits to bf16, where ties between experts become common.",
             upstream=f"{_PREVIEW}; https://github.com/vllm-project/vllm/pull/47410",
             remove_when="GateLinear gives fp32 logits with one reduction order for every M",
+            ready=False,
+            needs=_RUN,
             relies_on=(
                 f"{_MOE}.router.dsv4_topk:can_use_dsv4_topk",
                 f"{_MOE}.router.dsv4_topk:dsv4_topk",
@@ -174,6 +187,8 @@ PLAN = HookPlan(
             "finalize would run the shared experts once per slice, and its own assertion stops the second.",
             upstream=_PREVIEW,
             remove_when="vLLM stages low-latency dispatch at a fixed capacity",
+            ready=False,
+            needs=_TWO_GPUS,
             relies_on=(
                 f"{_KERNEL}._allocate_buffers",
                 f"{_KERNEL}._finalize",
