@@ -19,12 +19,8 @@ _KERNEL = f"{_MOE}.modular_kernel:FusedMoEKernelModularImpl"
 _DEEP_GEMM = "vllm.utils.deep_gemm"
 _PREVIEW = "https://github.com/vllm-project/vllm/pull/54955"
 
-_SELF_TEST = "the DeepGEMM contract: the probe, and the bitwise self-test on the model's real (N, K)"
-_EXPERTS = "batch-invariant subclasses of the DeepGEMM experts, and CUDA kernel of the fused quantiser of bi-kernels"
-_STAGED = (
-    "CUDA kernels of bi_moe_deepep::stage_tokens and bi_moe_deepep::combine_ordered, and the staged dispatch over a "
-    "real transport"
-)
+_RUN = "its run inside vLLM on a Hopper GPU (ci/gpu/run_bi_moe_deepep.sh vllm)"
+_TWO_GPUS = "its run on two Hopper GPUs (ci/gpu/run_bi_moe_deepep.sh dispatch), then in two vLLM engines"
 
 
 def _tensor_parallel(config: Any) -> str | None:
@@ -120,38 +116,25 @@ REFUSED_SETTINGS = (
 )
 
 
-def _backend_classes(oracle: str, replacement: str, why: str, *relies_on: str) -> Patch:
-    """One oracle's table from backend to expert classes."""
-    return Patch(
-        target=f"{_MOE}.oracle.{oracle}:backend_to_kernel_cls",
-        replacement=replacement,
-        factory=True,
-        why=why,
-        upstream=_PREVIEW,
-        remove_when="vLLM's DeepGEMM experts claim batch invariance themselves",
-        ready=False,
-        needs=_EXPERTS,
-        relies_on=(
-            f"{_MOE}.modular_kernel:FusedMoEExperts.is_supported_config",
-            f"{_MOE}.modular_kernel:FusedMoEExperts._supports_batch_invariance",
-            *relies_on,
-        ),
-    )
-
-
-def _selection(target: str, replacement: str) -> Patch:
+def _selection(target: str, replacement: str, *relies_on: str) -> Patch:
     """The choice of an expert backend, where the quantisation method looks it up."""
     return Patch(
         target=target,
         replacement=replacement,
         factory=True,
         why="With the flag on vLLM takes whatever claims invariance: Triton on 0.26, Humming too on 0.33. Both are "
-        "other arithmetic than a trainer's DeepGEMM, so V4 gets DeepGEMM or stops. V4's quantisation method imports "
-        "the function by name, so its module is the place.",
+        "other arithmetic than a trainer's DeepGEMM, whose classes claim nothing, and the masked one sizes its GEMM "
+        "from the tokens of the live batch. So V4 gets subclasses of DeepGEMM's with constants, or stops. V4's "
+        "quantisation method imports the function by name, so its module is the place.",
         upstream=_PREVIEW,
-        remove_when="an explicit moe_backend=deep_gemm is accepted in batch-invariant mode",
+        remove_when="vLLM's DeepGEMM experts claim batch invariance themselves, and are chosen by name",
         ready=False,
-        needs=_EXPERTS,
+        needs=_RUN,
+        relies_on=(
+            f"{_MOE}.modular_kernel:FusedMoEExperts.is_supported_config",
+            f"{_MOE}.modular_kernel:FusedMoEExperts._supports_batch_invariance",
+            *relies_on,
+        ),
     )
 
 
@@ -164,11 +147,11 @@ def _prepare_finalize(oracle: str, replacement: str) -> Patch:
         why="On Hopper DeepEP's low-latency dispatch quantises by other scales than the local path, and a chunk beyond "
         "its capacity cannot be sent; every other backend rounds per rank and is refused, or replaced where "
         "BI_EP_TRANSPORT=nccl asks for it. vLLM binds the class DeepEPLLPrepareAndFinalize only where DeepEP is "
-        "installed, so its maker is the place, and returns a subclass.",
+        "installed, so its maker is the place.",
         upstream=f"{_PREVIEW}; https://github.com/deepseek-ai/DeepEP/pull/743",
         remove_when="vLLM dispatches at a fixed capacity, with scales equal to the local path's",
         ready=False,
-        needs=_STAGED,
+        needs=_TWO_GPUS,
         relies_on=(
             f"{_MOE}.all2all_utils:get_ep_all2all_manager",
             f"{_MOE}.prepare_finalize.deepep_ll:DeepEPLLPrepareAndFinalize",
@@ -179,17 +162,23 @@ def _prepare_finalize(oracle: str, replacement: str) -> Patch:
 PLAN = HookPlan(
     package="bi-moe-deepep",
     import_name="bi_moe_deepep",
-    requires_native=("bi_moe_deepep::stage_tokens", "bi_moe_deepep::combine_ordered", "bi_kernels::fixed_order_mm"),
+    requires_native=(
+        "bi_kernels::fixed_order_mm",
+        "bi_kernels::fused_silu_mul_per_token_group_quant",
+        "bi_moe_deepep::combine_ordered",
+        "bi_moe_deepep::stage_tokens",
+    ),
+    contracts=("bi_moe_deepep.deep_gemm:DEEP_GEMM",),
     patches=(
         Patch(
             target=f"{_DEEP_GEMM}:supports_deep_gemm_batch_invariance",
-            replacement="bi_moe_deepep.vllm_publish:supports_deep_gemm_batch_invariance",
+            replacement="bi_moe_deepep.deep_gemm:supports_deep_gemm_batch_invariance",
             kind="publish",
             why="A trainer written for the preview asks by this name whether DeepGEMM may be used; vLLM lacks it.",
             upstream=f"{_PREVIEW}; https://github.com/sgl-project/DeepGEMM/pull/73",
             remove_when="vLLM ships the function",
             ready=False,
-            needs=_SELF_TEST,
+            needs=_RUN,
             relies_on=(
                 f"{_DEEP_GEMM}:_import_deep_gemm",
                 f"{_DEEP_GEMM}:_lazy_init",
@@ -201,20 +190,18 @@ PLAN = HookPlan(
         ),
         Patch(
             target=f"{_DEEP_GEMM}:enable_deep_gemm_batch_invariance",
-            replacement="bi_moe_deepep.vllm_publish:enable_deep_gemm_batch_invariance",
+            replacement="bi_moe_deepep.deep_gemm:enable_deep_gemm_batch_invariance",
             kind="publish",
             why="The trainer turns the contract on by this name, or expects an error; vLLM lacks it.",
             upstream=f"{_PREVIEW}; https://github.com/sgl-project/DeepGEMM/pull/73",
             remove_when="vLLM ships the function",
             ready=False,
-            needs=_SELF_TEST,
+            needs=_RUN,
         ),
-        _backend_classes(
-            "fp8",
-            "bi_moe_deepep.vllm_experts:fp8_backend_classes",
-            "DeepGEMM experts do not claim invariance, so vLLM drops them when the flag is on, and the masked ones "
-            "size their GEMM from the tokens of the live batch (estimate_expected_m). The oracle asks this function "
-            "for candidates, which is where subclasses with a constant capacity can enter.",
+        _selection(
+            "vllm.model_executor.layers.quantization.fp8:select_fp8_moe_backend",
+            "bi_moe_deepep.vllm_experts:select_fp8_backend",
+            f"{_MOE}.oracle.fp8:backend_to_kernel_cls",
             f"{_MOE}.deep_gemm_utils:compute_aligned_M_and_alignment",
             f"{_MOE}.deep_gemm_utils:deepgemm_moe_permute",
             f"{_MOE}.deep_gemm_utils:ep_gather",
@@ -223,20 +210,10 @@ PLAN = HookPlan(
             f"{_MOE}.experts.deep_gemm_moe:DeepGemmExperts",
             f"{_MOE}.experts.triton_deep_gemm_moe:TritonOrDeepGemmExperts",
         ),
-        _backend_classes(
-            "mxfp4",
-            "bi_moe_deepep.vllm_experts:mxfp4_backend_classes",
-            "No FP4 expert class claims invariance, so V4 with FP4 experts does not start on 0.26, and on 0.33 may get "
-            "Humming; on Blackwell the DeepGEMM class can be made to hold the contract.",
-            f"{_MOE}.experts.deep_gemm_moe:DeepGemmFP4Experts",
-        ),
-        _selection(
-            "vllm.model_executor.layers.quantization.fp8:select_fp8_moe_backend",
-            "bi_moe_deepep.vllm_experts:select_fp8_backend",
-        ),
         _selection(
             "vllm.model_executor.layers.quantization.mxfp4:select_deepseek_v4_mxfp4_moe_backend",
             "bi_moe_deepep.vllm_experts:select_mxfp4_backend",
+            f"{_MOE}.experts.deep_gemm_moe:DeepGemmFP4Experts",
         ),
         Patch(
             target=f"{_MOE}.router.gate_linear:GateLinear",
@@ -248,7 +225,7 @@ PLAN = HookPlan(
             upstream=f"{_PREVIEW}; https://github.com/vllm-project/vllm/pull/47410",
             remove_when="GateLinear gives fp32 logits with one reduction order for every M",
             ready=False,
-            needs="CUDA kernel of bi_kernels::fixed_order_mm, and the GateLinear subclass that calls it",
+            needs=_RUN,
             relies_on=(
                 f"{_MOE}.router.dsv4_topk:can_use_dsv4_topk",
                 f"{_MOE}.router.dsv4_topk:dsv4_topk",
@@ -267,7 +244,7 @@ PLAN = HookPlan(
             upstream=_PREVIEW,
             remove_when="vLLM stages low-latency dispatch at a fixed capacity",
             ready=False,
-            needs=_STAGED,
+            needs=_TWO_GPUS,
             relies_on=(
                 f"{_KERNEL}._allocate_buffers",
                 f"{_KERNEL}._finalize",
