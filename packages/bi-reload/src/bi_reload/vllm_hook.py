@@ -22,11 +22,6 @@ _SPLIT = "https://github.com/sgl-project/sglang/pull/37292"
 _BROADCAST = "https://github.com/vllm-project/vllm/pull/51368"
 _SINKS = "https://github.com/vllm-project/vllm/pull/57795"
 
-_MHC_PRE = "CUDA kernel of bi_reload::mhc_pre, or DeepGEMM's pre-norm GEMM at a constant split, and its vLLM callable"
-_MHC_POST = "CUDA kernel of bi_reload::mhc_post, and its vLLM callable"
-_MHC_HEAD = "CUDA kernel of bi_reload::mhc_head, and its vLLM callable"
-_RELOAD = "the vLLM-side reload callables, proven on a real engine (A, B, A with captured graphs)"
-
 REFUSED_SETTINGS = (
     Refusal(
         "load_format dummy",
@@ -42,7 +37,7 @@ REFUSED_SETTINGS = (
 )
 
 
-def _mhc(module: str, name: str, why: str, needs: str) -> Patch:
+def _mhc(module: str, name: str, why: str) -> Patch:
     """One mHC function, replaced where a model module looks it up."""
     return Patch(
         target=f"{module}:{name}",
@@ -50,8 +45,6 @@ def _mhc(module: str, name: str, why: str, needs: str) -> Patch:
         why=f"{why} The model imports the function by name, so its own module is the place.",
         upstream=f"{_PREVIEW}; {_SPLIT}",
         remove_when="vLLM's mHC is explicit, with a constant split, in batch-invariant mode",
-        ready=False,
-        needs=needs,
     )
 
 
@@ -62,13 +55,11 @@ def _post_and_head(module: str) -> tuple[Patch, Patch]:
             module,
             "mhc_post_tilelang",
             "Draft layers share the target's decoder layer and would mix its mHC arithmetic with vLLM's.",
-            _MHC_POST,
         ),
         _mhc(
             module,
             "hc_head_fused_kernel_tilelang",
             "Draft layers share the target's head reduction and would mix its arithmetic with vLLM's.",
-            _MHC_HEAD,
         ),
     )
 
@@ -84,12 +75,11 @@ def _sinks(target: str, *relies_on: str) -> Patch:
         upstream=_SINKS,
         remove_when="0.26 is no longer supported: 0.33 loads sinks through the parameter's loader",
         versions=("0.26",),
-        ready=False,
-        needs=_RELOAD,
         relies_on=(
             "vllm.models.deepseek_v4.attention:DeepseekV4Attention.__init__",
             f"{_LOADER}.reload.meta:CopyCounter",
             f"{_LOADER}.reload.meta:get_numel_loaded",
+            f"{_LOADER}.weight_utils:default_weight_loader",
             *relies_on,
         ),
     )
@@ -104,8 +94,6 @@ def _finalize(target: str, why: str, *relies_on: str) -> Patch:
         why=why,
         upstream="https://github.com/vllm-project/vllm/pull/57733",
         remove_when="vLLM calls a model's own finaliser once, after the last bucket",
-        ready=False,
-        needs=_RELOAD,
         relies_on=relies_on,
     )
 
@@ -119,8 +107,6 @@ def _lifecycle(method: str, replacement: str, why: str) -> Patch:
         why=why,
         upstream="https://github.com/vllm-project/vllm/issues/48312",
         remove_when="vLLM's weight updates are all-or-nothing and audit their addresses",
-        ready=False,
-        needs=_RELOAD,
     )
 
 
@@ -141,32 +127,27 @@ PLAN = HookPlan(
             "mhc_pre_broadcast_tilelang",
             "Layer 0 splits the sum of its pre-norm projection by token count and SM count, so the first op of the "
             "model already follows the batch.",
-            _MHC_PRE,
         ),
         _mhc(
             _MODEL,
             "mhc_pre_tilelang",
             "The pre-norm projection splits its sum by token count and SM count.",
-            _MHC_PRE,
         ),
         _mhc(
             _MODEL,
             "mhc_fused_post_pre_tilelang",
             "Below 17 tokens (33 on 0.33) the fused path takes the norm from the unrounded residual, above from the "
             "rounded one; post, then pre, as two ops, is one arithmetic for every token count.",
-            f"{_MHC_PRE}; {_MHC_POST}",
         ),
         _mhc(
             _MODEL,
             "mhc_post_tilelang",
             "The trainer repeats post as an exact op, multiply then add in a stated order; vLLM's kernel states none.",
-            _MHC_POST,
         ),
         _mhc(
             _MODEL,
             "hc_head_fused_kernel_tilelang",
             "The trainer repeats the head reduction by one shared op; vLLM's kernel states no order.",
-            _MHC_HEAD,
         ),
         *_post_and_head(f"{_NVIDIA}.mtp"),
         *_post_and_head(f"{_NVIDIA}.dspark"),
@@ -179,9 +160,22 @@ PLAN = HookPlan(
             upstream=f"{_PREVIEW}; {_SPLIT}",
             remove_when="0.26 is no longer supported, or vLLM's split is a constant",
             versions=("0.26",),
-            ready=False,
-            needs="a constant proven on the GPU against the token counts and hidden sizes of the model",
             relies_on=(f"{_MHC}.tilelang:mhc_pre_tilelang", f"{_MHC}.tilelang:mhc_pre_broadcast_tilelang"),
+        ),
+        Patch(
+            target=f"{_MODEL}:DeepseekV4ForCausalLM.load_weights",
+            replacement="bi_reload.vllm_reload:checked_load_weights",
+            factory=True,
+            why="Unknown names, other dtypes and shapes are written or skipped in silence, and nothing counts what did "
+            "not come; every way of loading passes through this method.",
+            upstream="https://github.com/vllm-project/vllm/issues/43456",
+            remove_when="vLLM refuses an update that is not the whole checkpoint, with the list",
+            relies_on=(
+                f"{_LAYERWISE}:LAYERWISE_INFO",
+                f"{_LAYERWISE}:make_online_process_loader",
+                f"{_LOADER}.reload.types:LayerReloadingInfo",
+                f"{_LOADER}.reload.utils:get_layer_size",
+            ),
         ),
         Patch(
             target=f"{_MODEL}:DeepseekV4Model.finalize_mhc_broadcast_weights",
@@ -191,8 +185,6 @@ PLAN = HookPlan(
             "on 0.33 it is copied in place, but also after every bucket, when its source may still be a meta tensor.",
             upstream=f"{_BROADCAST}; https://github.com/vllm-project/vllm/pull/57733",
             remove_when="vLLM refreshes in place, and only after the last bucket",
-            ready=False,
-            needs=_RELOAD,
             relies_on=(f"{_MODEL}:DeepseekV4ForCausalLM.load_weights", f"{_MODEL}:DeepseekV4DecoderLayer.__init__"),
         ),
         Patch(
@@ -203,8 +195,6 @@ PLAN = HookPlan(
             "for the preview call it by this name.",
             upstream=_PREVIEW,
             remove_when="vLLM's model has the method",
-            ready=False,
-            needs=_RELOAD,
             relies_on=(f"{_MODEL}:DeepseekV4ForCausalLM.load_weights",),
         ),
         _finalize(
@@ -215,8 +205,10 @@ PLAN = HookPlan(
             f"{_LAYERWISE}:initialize_layerwise_reload",
             f"{_LAYERWISE}:_place_kernel_tensors",
             f"{_LAYERWISE}:_copy_and_restore_kernel_tensors",
+            f"{_LAYERWISE}:LOADING_LAYERS",
             f"{_LOADER}.reload.meta:materialize_layer",
             f"{_LOADER}.reload.meta:restore_layer_on_meta",
+            "vllm.model_executor.layers.quantization.fp8:Fp8MoEMethod._setup_kernel",
         ),
         _finalize(
             f"{_LOADER}.base_loader:finalize_layerwise_processing",
