@@ -6,6 +6,8 @@ entry module which fails to import would leave a stock engine running with the f
 
 from __future__ import annotations
 
+from typing import Any
+
 from bi_kernels.runtime.hooks import HookPlan, Patch, activate
 from bi_kernels.runtime.settings import Refusal
 
@@ -22,12 +24,19 @@ _SPLIT = "https://github.com/sgl-project/sglang/pull/37292"
 _BROADCAST = "https://github.com/vllm-project/vllm/pull/51368"
 _SINKS = "https://github.com/vllm-project/vllm/pull/57795"
 
+
+def _dummy_weights(config: Any) -> str | None:
+    found = str(config.load_config.load_format)
+    return found if found == "dummy" else None
+
+
 REFUSED_SETTINGS = (
     Refusal(
         "load_format dummy",
         "no loader runs, so the padding of attn_sink is random; on 0.26 the mHC broadcast weight is never computed and "
         "FP8 values round to zero, so that every comparison would pass",
         "bi-reload",
+        _dummy_weights,
     ),
     Refusal(
         "reloading a draft model (start_draft_weight_update)",
