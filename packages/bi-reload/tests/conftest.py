@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+
+# With pytest's importlib mode, tests cannot import their neighbours by themselves.
+_spec = importlib.util.spec_from_file_location("fake_layerwise", Path(__file__).with_name("fake_layerwise.py"))
+sys.modules["fake_layerwise"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(sys.modules["fake_layerwise"])
 
 
 def pytest_configure(config: pytest.Config) -> None:

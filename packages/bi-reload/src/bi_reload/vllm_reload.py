@@ -287,7 +287,8 @@ def start_weight_update(original: Method) -> Method:
     def start_weight_update(self: Any) -> None:
         model = self.get_model()
         if not _is_ours(model):
-            return original(self)
+            original(self)
+            return
         _begin(model)
         with _failing(model, "start_weight_update"):
             original(self)
@@ -339,7 +340,8 @@ def finish_weight_update(original: Method) -> Method:
     def finish_weight_update(self: Any) -> None:
         model = self.get_model()
         if not _is_ours(model) or _served(model).update is None:
-            return original(self)
+            original(self)
+            return
         try:
             with _failing(model, "finish_weight_update"):
                 original(self)
@@ -381,7 +383,8 @@ def reload_weights(original: Method) -> Method:
             "is_checkpoint_format": is_checkpoint_format,
         }
         if not _is_ours(model):
-            return original(self, **passed)
+            original(self, **passed)
+            return
         if not is_checkpoint_format and weights_iterator is None:
             raise ReloadError(
                 "reload_weights: expected an iterator of kernel-format weights, got none. Files on disk are in "
