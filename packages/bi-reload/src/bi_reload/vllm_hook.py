@@ -130,6 +130,7 @@ PLAN = HookPlan(
         "bi_reload::padded_copy_",
         "bi_reload::fingerprint",
     ),
+    self_tests=("bi_reload.self_tests:self_tests",),
     patches=(
         _mhc(
             _MODEL,
