@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +14,18 @@ import torch
 def pytest_configure(config: pytest.Config) -> None:
     # Not "pytest_plugins", which only the outermost conftest.py may set: all four suites may run in one go.
     config.pluginmanager.import_plugin("bi_kernels.testing.pytest_plugin")
+
+
+@pytest.fixture(scope="session")
+def oracle() -> ModuleType:
+    """The module ``_mhc_oracle.py``: with pytest's importlib mode, tests cannot import their neighbours."""
+    spec = importlib.util.spec_from_file_location("_mhc_oracle", Path(__file__).with_name("_mhc_oracle.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 class MhcWeights(NamedTuple):
