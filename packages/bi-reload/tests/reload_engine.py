@@ -157,7 +157,7 @@ def warm(engine: Engine, a: Path, b: Path) -> None:
     """A, B, A, B, by every way that weights can come; then a failure, and a whole update after it."""
     import torch
 
-    from bi_reload import AddressLedger, vllm_reload
+    from bi_reload import AddressLedger, vllm_reload, weight_fingerprint
 
     worker, model, record, step = engine.worker, engine.model, engine.record, engine.step
     captured = vllm_reload._served(model).captured
@@ -175,6 +175,9 @@ def warm(engine: Engine, a: Path, b: Path) -> None:
     def in_buckets(directory: Path, size: int = 100) -> None:
         worker.weight_transfer_engine = BucketEngine(worker)
         items = list(tensors_of(directory, "cuda"))[::-1]  # the mHC weights of layer 0 come late
+        small = {name: tensor.cpu() for name, tensor in items if tensor.nbytes < 1 << 16}
+        vllm_reload.announce_fingerprints(worker, weight_fingerprint(small))  # taken on the other side's device
+        record["announced"] = len(small)
         worker.start_weight_update()
         for at in range(0, len(items), size):
             worker.update_weights(items[at : at + size])

@@ -82,6 +82,8 @@ def test_fingerprints_are_equal_on_both_sides(records: Any) -> None:
     assert warm["fingerprints of B"] == cold["fingerprints of B"] == warm["fingerprints of B again"]
     assert warm["fingerprints of A"] == warm["fingerprints of A again"]
     assert warm["sinks"] == cold["sinks"]
+    assert warm["announced"] > 100  # taken on a CPU, compared on the GPU while the buckets came
+    assert "error" not in warm["reload A in buckets"]
 
 
 def test_a_failed_reload_is_not_served(records: Any) -> None:

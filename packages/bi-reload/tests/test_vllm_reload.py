@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fake_layerwise as fake
@@ -13,7 +14,8 @@ from torch import nn
 
 from bi_kernels.runtime.errors import ArgumentError, ReloadError
 from bi_kernels.testing import assert_bitwise_equal
-from bi_reload import AddressLedger, AddressMovedError, vllm_reload
+from bi_reload import AddressLedger, AddressMovedError, vllm_reload, weight_fingerprint
+from bi_reload.addresses import main as addresses_command
 from bi_reload.reference.mhc_broadcast import mhc_broadcast
 
 
@@ -349,6 +351,34 @@ def test_fingerprints_tell_updates_apart() -> None:
     from_iterator(one, 2)
     assert vllm_reload.live_fingerprints(one) == vllm_reload.live_fingerprints(two)
     assert "model.layers.0.hc_attn_fn_broadcast" in vllm_reload.live_fingerprints(one)
+
+
+def test_announced_fingerprints_find_what_changed_on_the_way() -> None:
+    """B83: equal on both sides, tensor by tensor, and only for the update that they were announced for."""
+    worker = fake.start(1)
+    sent = weight_fingerprint(fake.checkpoint(2))
+    vllm_reload.announce_fingerprints(worker, sent)
+    in_buckets(worker, 2)
+    assert_equals_cold(worker, 2)
+    vllm_reload.announce_fingerprints(worker, sent)
+    name = "layers.1.experts.weight"
+    flipped = fake.checkpoint(2)[name].view(torch.int16) ^ 1
+    changes = {name.replace(".", "__"): lambda _: flipped.view(torch.bfloat16)}
+    with pytest.raises(ReloadError, match=rf"{name}: expected fingerprint 0x.*changed on the way"):
+        worker.reload_weights(weights_iterator=changed(**changes))
+    from_iterator(worker, 1)
+    assert_equals_cold(worker, 1)
+
+
+def test_ledgers_of_a_worker_are_saved(tmp_path: Path) -> None:
+    worker = fake.start(1)
+    before, after = str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    vllm_reload.save_addresses(worker, before, captured=True)
+    in_buckets(worker, 2)
+    vllm_reload.save_addresses(worker, after)
+    assert addresses_command([before, after]) == 0
+    with pytest.raises(ReloadError, match="Warm up first"):
+        vllm_reload.save_addresses(fake.Worker(fake.ForCausalLM()), before, captured=True)
 
 
 def sink_model(kind: str) -> Any:

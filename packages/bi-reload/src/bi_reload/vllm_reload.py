@@ -27,6 +27,7 @@ from .fingerprint import weight_fingerprint
 from .mhc_broadcast import refresh_mhc_broadcast_
 
 __all__ = [
+    "announce_fingerprints",
     "checked_load_weights",
     "finalize_layerwise_processing",
     "finalize_mhc_broadcast_weights",
@@ -38,6 +39,7 @@ __all__ = [
     "refuse_after_failed_reload",
     "reload_report",
     "reload_weights",
+    "save_addresses",
     "start_weight_update",
     "update_weights",
 ]
@@ -55,10 +57,12 @@ class _Update:
 
     Attributes:
         live: In kernel format: every parameter by name. In checkpoint format None, and the manifest counts.
+        announced: Fingerprints that the sender took, by name.
         seen: Names that were handed to vLLM.
     """
 
     live: dict[str, torch.Tensor] | None
+    announced: dict[str, int]
     seen: set[str] = field(default_factory=set)
 
 
@@ -72,6 +76,7 @@ class _Served:
         captured: Addresses recorded after graphs were captured.
         helpers: Objects that quantised layers hold beside their parameters, as they were then, by owner and name.
         report: What the last whole update found.
+        announced: Fingerprints that the sender announced for the next update.
     """
 
     manifest: dict[str, TensorSpec] | None = None
@@ -79,6 +84,7 @@ class _Served:
     captured: AddressLedger | None = None
     helpers: dict[str, tuple[object, str, object]] = field(default_factory=dict)
     report: ReloadReport | None = None
+    announced: dict[str, int] = field(default_factory=dict)
 
 
 _STATE = "_bi_reload_served"
@@ -468,6 +474,37 @@ def reload_report(worker: Any) -> ReloadReport | None:
     return _served(worker.get_model()).report
 
 
+def announce_fingerprints(worker: Any, fingerprints: Mapping[str, int]) -> None:
+    """Hold the next update to these fingerprints of its tensors; for ``collective_rpc``, before the update begins.
+
+    The sender takes them by :func:`bi_reload.weight_fingerprint` where the weights are. Each tensor that comes is
+    fingerprinted where it arrives, before it is written, and one whose bytes changed on the way is refused.
+
+    Args:
+        worker: vLLM's worker.
+        fingerprints: By checkpoint name, or by parameter name for an update in kernel format.
+    """
+    _served(worker.get_model()).announced = dict(fingerprints)
+
+
+def save_addresses(worker: Any, path: str, *, captured: bool = False) -> None:
+    """Write an address ledger of the model, for ``python -m bi_reload.addresses``; for ``collective_rpc``.
+
+    Args:
+        worker: vLLM's worker.
+        path: The file.
+        captured: The addresses that were recorded after graph capture, instead of those of now.
+
+    Raises:
+        ReloadError: None were recorded.
+    """
+    model = worker.get_model()
+    ledger = _served(model).captured if captured else AddressLedger().record(model)
+    if ledger is None:
+        raise ReloadError("save_addresses: expected addresses recorded after graph capture, got none. Warm up first.")
+    ledger.save(path)
+
+
 def live_fingerprints(worker: Any) -> dict[str, int]:
     """Fingerprint of every weight as the kernels read it, computed on the device; for ``collective_rpc``.
 
@@ -495,7 +532,8 @@ def _begin(model: nn.Module, *, kernel_format: bool = False) -> None:
             "begin: expected no open update of this model, got one that was not finished. Begin once per update, not "
             "once per bucket."
         )
-    served.update = _Update(dict(model.named_parameters()) if kernel_format else None)
+    served.update = _Update(dict(model.named_parameters()) if kernel_format else None, served.announced)
+    served.announced = {}
 
 
 @contextlib.contextmanager
@@ -562,6 +600,12 @@ def _checked(model: nn.Module, weights: Weights) -> Iterator[tuple[str, torch.Te
                 found.append(f"{name}: the live tensor is on the meta device, a copy into it would be lost")
             elif not target.numel() and tensor.numel():
                 found.append(f"{name}: the live tensor has 0 elements, its memory was given away")
+        if not found and (sent := update.announced.get(name)) is not None:
+            arrived = weight_fingerprint({name: tensor})[name]
+            if arrived != sent:
+                found.append(
+                    f"{name}: expected fingerprint {sent:#018x}, got {arrived:#018x}; bytes changed on the way"
+                )
         problems += found
         came.add(name)
         if not problems:
