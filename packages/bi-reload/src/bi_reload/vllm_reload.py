@@ -241,14 +241,16 @@ def finalize_layerwise_processing(original: Method) -> Method:
     """
 
     def finalize_layerwise_processing(model: nn.Module, model_config: Any) -> Any:
-        if not _is_ours(model):
+        update = _served(model).update if _is_ours(model) else None
+        if update is None:  # the first load, of weights that are quantised as they come; or nothing came at all
             return original(model, model_config)
-        if _served(model).update is None and _served(model).captured is None:
-            return original(model, model_config)  # the first load, of weights that are quantised as they come
         with _failing(model, "the end of the reload"):
             _raise_missing(model)
             result = original(model, model_config)
-            _finish(model)
+            if (
+                _served(model).update is update
+            ):  # not yet: vLLM holds this function under two names, one inside the other
+                _finish(model)
         return result
 
     return finalize_layerwise_processing
