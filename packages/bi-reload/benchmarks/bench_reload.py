@@ -27,6 +27,7 @@ from bi_reload import vllm_reload
 from bi_reload.vllm_hook import PLAN
 
 ROUNDS = 3
+SOURCES = ("device", "disk")
 
 
 def stored(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -61,6 +62,47 @@ def without_hooks(worker: Any, run: Callable[[], object]) -> float:
         hooks.activate(PLAN)
 
 
+def measure(
+    worker: Any, checkpoint: Path, *, sources: tuple[str, ...] = SOURCES, rounds: int = ROUNDS
+) -> list[dict[str, object]]:
+    """One record per source; the engine must have reloaded once, so that everything is compiled."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    tensors = dict(stored(checkpoint))
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    copy_us = medians(copy_timer())[0]
+    runs: dict[str, Callable[[], object]] = {
+        "device": lambda: worker.reload_weights(weights_iterator=iter(tensors.items())),
+        "disk": lambda: worker.reload_weights(weights_path=str(checkpoint)),
+    }
+    records: list[dict[str, object]] = []
+    for source in sources:
+        ours, stock, prints = [], [], []
+        for _ in range(rounds):
+            stock.append(without_hooks(worker, runs[source]))
+            ours.append(seconds(runs[source]))
+            prints.append(vllm_reload.live_fingerprints(worker))
+        ours_s, stock_s = statistics.median(ours), statistics.median(stock)
+        records.append(
+            {
+                "op": "reload",
+                "shape": [config["num_hidden_layers"], config["hidden_size"], config["n_routed_experts"]],
+                "source": source,
+                "bytes": total,
+                "tensors": len(tensors),
+                "stock": "Worker.reload_weights",
+                "stock_us": round(stock_s * 1e6),
+                "ours_us": round(ours_s * 1e6),
+                "ratio": round(stock_s / ours_s, 3),
+                "gb_s": round(total / ours_s / 1e9, 2),
+                "percent_of_copy": round(100 * (2 * total / ours_s) / (2 * COPY_BYTES / (copy_us * 1e-6)), 2),
+                "bitwise": all(found == prints[0] for found in prints),
+                **machine(),
+            }
+        )
+        print(json.dumps(records[-1]), flush=True)
+    return records
+
+
 def main() -> None:
     """Start the engine, time, write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -75,43 +117,8 @@ def main() -> None:
         gpu_memory_utilization=0.5, async_scheduling=False, compilation_config={"cudagraph_capture_sizes": [1]},
     )  # fmt: skip
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    config = json.loads((arguments.checkpoint / "config.json").read_text())
-    tensors = dict(stored(arguments.checkpoint))
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    copy_us = medians(copy_timer())[0]
-
-    def device() -> None:
-        worker.reload_weights(weights_iterator=iter(tensors.items()))
-
-    def disk() -> None:
-        worker.reload_weights(weights_path=str(arguments.checkpoint))
-
-    records: list[dict[str, object]] = []
-    for source, run in (("device", device), ("disk", disk)):
-        ours, stock, prints = [], [], []
-        for _ in range(ROUNDS + 1):  # the first round warms up
-            stock.append(without_hooks(worker, run))
-            ours.append(seconds(run))
-            prints.append(vllm_reload.live_fingerprints(worker))
-        ours_s, stock_s = statistics.median(ours[1:]), statistics.median(stock[1:])
-        records.append(
-            {
-                "op": "reload",
-                "shape": [config["num_hidden_layers"], config["hidden_size"], config["n_routed_experts"]],
-                "source": source,
-                "bytes": total,
-                "stock": "Worker.reload_weights",
-                "stock_us": round(stock_s * 1e6),
-                "ours_us": round(ours_s * 1e6),
-                "ratio": round(stock_s / ours_s, 3),
-                "gb_s": round(total / ours_s / 1e9, 2),
-                "percent_of_copy": round(100 * (2 * total / ours_s) / (2 * COPY_BYTES / (copy_us * 1e-6)), 2),
-                "bitwise": all(found == prints[0] for found in prints),
-                **machine(),
-            }
-        )
-        print(json.dumps(records[-1]), flush=True)
-    write_records(arguments.out, records)
+    worker.reload_weights(weights_path=str(arguments.checkpoint))
+    write_records(arguments.out, measure(worker, arguments.checkpoint))
 
 
 if __name__ == "__main__":

@@ -72,9 +72,11 @@ def _test(name: str, hidden: int, op: Op, rows: Callable[[int, torch.device], tu
 
 @functools.cache
 def _weights(rows: int, k: int, scales: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    g = torch.Generator(device).manual_seed(k)
-    fn = torch.randn(rows, k, generator=g, device=device) * k**-0.5
-    return fn, torch.ones(scales, device=device), torch.randn(rows, generator=g, device=device) * 0.5
+    # The dtype is named: while vLLM builds a model, torch's default is the model's.
+    g, float32 = torch.Generator(device).manual_seed(k), torch.float32
+    fn = torch.randn(rows, k, generator=g, device=device, dtype=float32) * k**-0.5
+    base = torch.randn(rows, generator=g, device=device, dtype=float32) * 0.5
+    return fn, torch.ones(scales, device=device, dtype=float32), base
 
 
 @functools.cache
