@@ -23,17 +23,19 @@ __device__ __forceinline__ void prefetch_to_l2(const void* p, unsigned bytes) {
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch_dependent(void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared_bytes,
-                             cudaStream_t stream, Arguments&&... arguments) {
-    cudaLaunchAttribute attribute[1];
+                             unsigned cluster, cudaStream_t stream, Arguments&&... arguments) {
+    cudaLaunchAttribute attribute[2];
     attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute[0].val.programmaticStreamSerializationAllowed = 1;
+    attribute[1].id = cudaLaunchAttributeClusterDimension;
+    attribute[1].val.clusterDim = {cluster, 1, 1};
     cudaLaunchConfig_t launch = {};
     launch.gridDim = grid;
     launch.blockDim = dim3(threads);
     launch.dynamicSmemBytes = shared_bytes;
     launch.stream = stream;
     launch.attrs = attribute;
-    launch.numAttrs = 1;
+    launch.numAttrs = cluster > 1 ? 2 : 1;
     return cudaLaunchKernelEx(&launch, kernel, std::forward<Arguments>(arguments)...);
 }
 

@@ -90,7 +90,7 @@ cudaError_t launch_mhc_post(const MhcPostArgs& a, cudaStream_t stream) {
     const int64_t threads = kWords == 0 ? a.hidden : a.hidden / (2 * kWords);
     const dim3 grid(static_cast<unsigned>(a.rows),
                     static_cast<unsigned>((threads + kMhcPostThreads - 1) / kMhcPostThreads));
-    return launch_dependent(mhc_post_kernel<kWords>, grid, kMhcPostThreads, 0, stream, a);
+    return launch_dependent(mhc_post_kernel<kWords>, grid, kMhcPostThreads, 0, 1, stream, a);
 }
 #endif
 

@@ -1,13 +1,16 @@
-// The projection before mHC's gates, and the sum of squares of the same rows: kernel and raw-pointer launcher.
+// The projection before mHC's gates, and the sum of squares of the same rows: kernels and raw-pointer launcher.
 //
 // Rows of K bfloat16 values times up to 24 rows of float32 weights. K is cut into pieces of at most sixteen blocks of
-// 64 (reference: mhc_num_splits); a thread block owns one piece, a warp one 64-block of it, for as many rows as come by.
-// A weight is the sum of three bfloat16 numbers, exactly: its leading eight bits, the next eight, the rest. They stay in
-// registers, and a warp's product is twelve matrix instructions (four steps of sixteen k, three parts) of 16 rows each.
-// Then the warps' sums are added ascending in float32, and the pieces are left to the finishing kernel, which adds them
-// ascending too. Nothing in this order depends on the number of rows, and the matrix unit treats rows alike.
+// 64 (reference: mhc_num_splits). A warp owns one 64-block. A weight is the sum of three bfloat16 numbers, exactly: its
+// leading eight bits, the next eight, the rest. They stay in registers, and a warp's product is twelve matrix
+// instructions (four steps of sixteen k, three parts) of 16 rows each. Then the sixteen sums of a piece are added
+// ascending in float32, and the pieces are left to the finishing kernel, which adds them ascending too. Nothing in this
+// order depends on the number of rows, and the matrix unit treats rows alike.
 //
-// float32 fma on the ordinary cores would be bound by their speed for many rows; this is bound by memory.
+// Two kernels do this, with the same bits. For few rows a cluster of four thread blocks shares a piece of one tile, so
+// that its weights come in through four multiprocessors. For many, a thread block keeps a piece's weights and walks
+// over tiles that an asynchronous copy brings in. float32 fma on the ordinary cores would be bound by their speed for
+// many rows; this is bound by memory.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +21,10 @@
 namespace bi {
 
 constexpr int kMhcBlockK = 64;
-constexpr int kMhcPieceBlocks = 16;       // 64-blocks of a piece, at most; one warp each
-constexpr int kMhcTileRows = 16;          // rows of a matrix instruction
-constexpr int kMhcPartialStride = 32;     // floats of a row's piece: up to 24 sums
-constexpr int kMhcSquares = 24;           // and at this place the sum of squares
-constexpr int kMhcThreads = 32 * kMhcPieceBlocks;
+constexpr int kMhcPieceBlocks = 16;    // 64-blocks of a piece, at most; one warp each
+constexpr int kMhcTileRows = 16;       // rows of a matrix instruction
+constexpr int kMhcPartialStride = 32;  // floats of a row's piece: up to 24 sums
+constexpr int kMhcSquares = 24;        // and at this place the sum of squares
 
 // As the reference's: 64-blocks per piece, the first `longer` of `splits` pieces having one more than `blocks`.
 struct MhcSplit {
@@ -44,20 +46,13 @@ struct MhcProjectionArgs {
     MhcSplit split;
 };
 
-// kTiles groups of eight columns, of which kColumns exist.
+// Sums of one warp: 16 rows of kWidth columns, of which kColumns exist, then the rows' squares.
 template <int kColumns>
-struct MhcProjection {
-    static constexpr int kTiles = (kColumns + 7) / 8;
+struct MhcSums {
+    static constexpr int kTiles = (kColumns + 7) / 8;  // of eight columns
     static constexpr int kWidth = 8 * kTiles;
-    static constexpr int kStages = 5;
-    // 64 bytes beyond a multiple of 128: two rows read by one quarter of a warp lie in different banks.
-    static constexpr int kRowBytes = kMhcPieceBlocks * kMhcBlockK * 2 + 64;
-    static constexpr int kStageBytes = kMhcTileRows * kRowBytes;
-    static constexpr int kSumFloats = kMhcTileRows * (kWidth + 1);  // of a warp: its products, then its squares
-    static constexpr int kSumsAt = kStages * kStageBytes;
-    static constexpr int kBarriersAt = kSumsAt + 2 * kMhcPieceBlocks * kSumFloats * 4;
-    static constexpr int kSharedBytes = kBarriersAt + 8 * kStages;
-    static_assert(kSharedBytes <= 232448);
+    static constexpr int kProducts = kMhcTileRows * kWidth;
+    static constexpr int kFloats = kProducts + kMhcTileRows;
 };
 
 #ifdef __CUDACC__
@@ -81,6 +76,29 @@ __device__ __forceinline__ uint4 mhc_shared_load(uint32_t address) {
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "r"(address)
                  : "memory");
+    return v;
+}
+__device__ __forceinline__ void mhc_named_wait(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void mhc_named_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void mhc_cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// A float of another block of the cluster, at this block's own shared address.
+__device__ __forceinline__ float mhc_cluster_load(uint32_t address, uint32_t rank) {
+    float v;
+    asm volatile(
+        "{\n"
+        ".reg .u32 there;\n"
+        "mapa.shared::cluster.u32 there, %1, %2;\n"
+        "ld.shared::cluster.f32 %0, [there];\n"
+        "}\n"
+        : "=f"(v)
+        : "r"(address), "r"(rank)
+        : "memory");
     return v;
 }
 // sum[16 x 8] += a[16 x 16] b[16 x 8]. Lane 4 g + t holds, of a, words of row g (a0, a2) and g + 8 (a1, a3), of b,
@@ -114,23 +132,189 @@ __device__ __forceinline__ float mhc_add_squares(uint4 v, float sum) {
     return sum;
 }
 
+struct MhcPiece {
+    int blocks;
+    int64_t first_k;
+};
+__device__ __forceinline__ MhcPiece mhc_piece(const MhcSplit& split, int piece) {
+    return {split.blocks + (piece < split.longer ? 1 : 0),
+            int64_t{kMhcBlockK} * (piece * split.blocks + min(piece, split.longer))};
+}
+
+// A lane's weights of one 64-block. k runs in an order of its own there: the words of step 2 j + h are those of the
+// lane's 16-byte chunk member + 4 j of a row, and the same k of the weights.
 template <int kColumns>
-__global__ void __launch_bounds__(kMhcThreads, 1)
-    mhc_projection_kernel(const __grid_constant__ MhcProjectionArgs a) {
-    using Layout = MhcProjection<kColumns>;
-    constexpr int kTiles = Layout::kTiles, kWidth = Layout::kWidth, kStages = Layout::kStages;
+struct MhcWeights {
+    static constexpr int kTiles = MhcSums<kColumns>::kTiles;
+    uint32_t words[4][kTiles][3][2];
+
+    // `weights` is the first row's block, rows are k apart.
+    __device__ __forceinline__ void load(const float* weights, int64_t k, int group, int member) {
+        float4 values[kTiles][2][2];
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+            const float4* row = reinterpret_cast<const float4*>(weights + (8 * n + group) * k + member * 8);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                values[n][i / 2][i % 2] = 8 * n + group < kColumns ? __ldg(row + 8 * (i / 2) + i % 2) : float4{};
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float4 v = values[n][i / 2][i % 2];
+                uint32_t first[3], second[3];
+                mhc_split_weights(v.x, v.y, first);
+                mhc_split_weights(v.z, v.w, second);
+#pragma unroll
+                for (int p = 0; p < 3; ++p) words[i][n][p][0] = first[p], words[i][n][p][1] = second[p];
+            }
+        }
+    }
+};
+
+// Products and squares of a tile's 64-block by one warp.
+template <int kColumns>
+struct MhcBlockSum {
+    using Sums = MhcSums<kColumns>;
+    float sum[Sums::kTiles][4] = {};
+    float upper_squares = 0.0f, lower_squares = 0.0f;
+
+    // Chunks member + 4 j of rows `group` and `group` + 8.
+    __device__ __forceinline__ void add(const MhcWeights<kColumns>& weights, int j, uint4 upper, uint4 lower) {
+#pragma unroll
+        for (int p = 2; p >= 0; --p) {  // the smallest parts first
+#pragma unroll
+            for (int n = 0; n < Sums::kTiles; ++n) {
+                const auto& w = weights.words[2 * j][n][p];
+                mhc_multiply(sum[n], upper.x, lower.x, upper.y, lower.y, w[0], w[1]);
+            }
+#pragma unroll
+            for (int n = 0; n < Sums::kTiles; ++n) {
+                const auto& w = weights.words[2 * j + 1][n][p];
+                mhc_multiply(sum[n], upper.z, lower.z, upper.w, lower.w, w[0], w[1]);
+            }
+        }
+        upper_squares = mhc_add_squares(upper, upper_squares);
+        lower_squares = mhc_add_squares(lower, lower_squares);
+    }
+
+    __device__ __forceinline__ void store(float* to, int group, int member) {
+#pragma unroll
+        for (int step = 1; step <= 2; step *= 2) {
+            upper_squares = add_rn(upper_squares, __shfl_xor_sync(0xffffffffu, upper_squares, step));
+            lower_squares = add_rn(lower_squares, __shfl_xor_sync(0xffffffffu, lower_squares, step));
+        }
+#pragma unroll
+        for (int n = 0; n < Sums::kTiles; ++n) {
+            float* const pair = to + group * Sums::kWidth + 8 * n + 2 * member;
+            *reinterpret_cast<float2*>(pair) = {sum[n][0], sum[n][1]};
+            *reinterpret_cast<float2*>(pair + 8 * Sums::kWidth) = {sum[n][2], sum[n][3]};
+        }
+        if (member == 0) {
+            to[Sums::kProducts + group] = upper_squares;
+            to[Sums::kProducts + group + 8] = lower_squares;
+        }
+    }
+};
+
+// Few rows: one tile per cluster.
+constexpr int kMhcCut = 4;
+constexpr int kMhcCutWarps = kMhcPieceBlocks / kMhcCut;
+
+template <int kColumns>
+__global__ void __launch_bounds__(32 * kMhcCutWarps)
+    mhc_projection_few_kernel(const __grid_constant__ MhcProjectionArgs a) {
+    using Sums = MhcSums<kColumns>;
+    __shared__ __align__(16) float sums[kMhcCutWarps * Sums::kFloats];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, member = lane % 4;
+    const int rank = blockIdx.x % kMhcCut;
+    const int number = blockIdx.x / kMhcCut;
+    const int piece = number % a.split.splits;
+    const int64_t row0 = int64_t{number / a.split.splits} * kMhcTileRows;
+    const MhcPiece mine = mhc_piece(a.split, piece);
+    const int block = rank * kMhcCutWarps + warp;
+    const float* const block_weights = a.weights + mine.first_k + block * kMhcBlockK;
+    if (block < mine.blocks && lane < kColumns) prefetch_to_l2(block_weights + lane * a.k, kMhcBlockK * 4);
+    dependent_wait();
+    dependent_start();
+    if (block < mine.blocks) {
+        const int64_t upper_row = row0 + group, lower_row = upper_row + 8;
+        const uint4* const at = reinterpret_cast<const uint4*>(a.x + mine.first_k + block * kMhcBlockK) + member;
+        uint4 upper[2] = {}, lower[2] = {};
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            if (upper_row < a.rows) upper[j] = __ldcg(at + upper_row * (a.k / 8) + 4 * j);
+            if (lower_row < a.rows) lower[j] = __ldcg(at + lower_row * (a.k / 8) + 4 * j);
+        }
+        MhcWeights<kColumns> weights;
+        weights.load(block_weights, a.k, group, member);
+        MhcBlockSum<kColumns> sum;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) sum.add(weights, j, upper[j], lower[j]);
+        sum.store(sums + warp * Sums::kFloats, group, member);
+    }
+    mhc_cluster_sync();
+    constexpr int kShare = Sums::kFloats / kMhcCut;
+    static_assert(kShare <= 32 * kMhcCutWarps && Sums::kFloats % kMhcCut == 0);
+    if (threadIdx.x < kShare) {
+        const int place = rank * kShare + threadIdx.x;
+        const uint32_t at = mhc_shared_address(sums + place);
+        float block_sums[kMhcPieceBlocks];
+#pragma unroll
+        for (int i = 0; i < kMhcPieceBlocks; ++i) {
+            block_sums[i] = i < mine.blocks
+                                ? mhc_cluster_load(at + i % kMhcCutWarps * Sums::kFloats * 4, i / kMhcCutWarps)
+                                : -0.0f;
+        }
+        float total = block_sums[0];
+#pragma unroll
+        for (int i = 1; i < kMhcPieceBlocks; ++i) total = add_rn(total, block_sums[i]);
+        const bool square = place >= Sums::kProducts;
+        const int64_t row = row0 + (square ? place - Sums::kProducts : place / Sums::kWidth);
+        const int column = square ? kMhcSquares : place % Sums::kWidth;
+        if (row < a.rows && (square || column < kColumns)) {
+            a.partial[(row * a.split.splits + piece) * kMhcPartialStride + column] = total;
+        }
+    }
+    mhc_cluster_sync();  // a block's shared memory lives while others read it
+}
+
+// Many rows: four warpgroups multiply, one brings tiles in and adds up. It hands most of its registers over.
+template <int kColumns>
+struct MhcManyRows {
+    static constexpr int kAdders = 128;  // threads
+    static constexpr int kThreads = 32 * kMhcPieceBlocks + kAdders;
+    static constexpr int kStages = 5;
+    // 64 bytes beyond a multiple of 128: two rows read by one quarter of a warp lie in different banks.
+    static constexpr int kRowBytes = kMhcPieceBlocks * kMhcBlockK * 2 + 64;
+    static constexpr int kStageBytes = kMhcTileRows * kRowBytes;
+    static constexpr int kBufferFloats = kMhcPieceBlocks * MhcSums<kColumns>::kFloats;
+    static constexpr int kSumsAt = kStages * kStageBytes;
+    static constexpr int kBarriersAt = kSumsAt + 2 * kBufferFloats * 4;
+    static constexpr int kSharedBytes = kBarriersAt + 8 * kStages;
+    static_assert(kSharedBytes <= 232448);
+};
+
+template <int kColumns>
+__global__ void __launch_bounds__(MhcManyRows<kColumns>::kThreads, 1)
+    mhc_projection_many_kernel(const __grid_constant__ MhcProjectionArgs a) {
+    using Layout = MhcManyRows<kColumns>;
+    using Sums = MhcSums<kColumns>;
+    constexpr int kStages = Layout::kStages;
     extern __shared__ __align__(128) uint8_t mhc_shared[];
     const uint32_t stages = mhc_shared_address(mhc_shared);
     const uint32_t barriers = stages + Layout::kBarriersAt;
     float* const sums = reinterpret_cast<float*>(mhc_shared + Layout::kSumsAt);
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int group = lane / 4, member = lane % 4;
     const int piece = blockIdx.x % a.split.splits;
     const int64_t first_tile = blockIdx.x / a.split.splits, tile_step = gridDim.x / a.split.splits;
     const int64_t tiles = (a.rows + kMhcTileRows - 1) / kMhcTileRows;
-    const int blocks = a.split.blocks + (piece < a.split.longer ? 1 : 0);
-    const int64_t first_k = int64_t{kMhcBlockK} * (piece * a.split.blocks + min(piece, a.split.longer));
+    const MhcPiece mine = mhc_piece(a.split, piece);
+    // Barriers 1 and 2: the sums of an even or odd tile are there. 3 and 4: they have been added up.
+    const int threads = 32 * mine.blocks + Layout::kAdders;
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < kStages; ++i) {
@@ -138,151 +322,114 @@ __global__ void __launch_bounds__(kMhcThreads, 1)
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    if (threadIdx.x < kColumns) prefetch_to_l2(a.weights + threadIdx.x * a.k + first_k, blocks * kMhcBlockK * 4);
+    if (threadIdx.x < kColumns) {
+        prefetch_to_l2(a.weights + threadIdx.x * a.k + mine.first_k, mine.blocks * kMhcBlockK * 4);
+    }
     __syncthreads();
     dependent_wait();
     dependent_start();
 
-    // By the lanes of warp 0: one copies one row's part. Rows past the end leave old bytes in place, whose sums nobody
-    // stores.
-    const auto copy_tile = [&](int64_t tile, int stage) {
-        const int64_t row0 = tile * kMhcTileRows;
-        const int rows = static_cast<int>(min(int64_t{kMhcTileRows}, a.rows - row0));
-        const uint32_t bytes = blocks * kMhcBlockK * 2;
-        const uint32_t barrier = barriers + 8 * stage;
-        if (lane == 0) {
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(rows * bytes)
-                         : "memory");
-        }
-        __syncwarp();
-        if (lane < rows) {
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                             stages + stage * Layout::kStageBytes + lane * Layout::kRowBytes),
-                         "l"(a.x + (row0 + lane) * a.k + first_k), "r"(bytes), "r"(barrier)
-                         : "memory");
-        }
-    };
-    if (warp == 0) {
-        for (int i = 0; i < kStages; ++i) {
-            if (first_tile + i * tile_step < tiles) copy_tile(first_tile + i * tile_step, i);
-        }
-    }
-
-    // k runs in an order of its own within a 64-block: a lane's words of step 2 j + h are those of its 16-byte chunk
-    // member + 4 j, and the same k of the weights.
-    uint32_t weights[4][kTiles][3][2];
-    if (warp < blocks) {
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-            const bool exists = 8 * n + group < kColumns;
-            const float* row = a.weights + (8 * n + group) * a.k + first_k + warp * kMhcBlockK + member * 8;
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const float4 v = exists ? __ldg(reinterpret_cast<const float4*>(row + 32 * j + 4 * h))
-                                            : float4{0.0f, 0.0f, 0.0f, 0.0f};
-                    uint32_t first[3], second[3];
-                    mhc_split_weights(v.x, v.y, first);
-                    mhc_split_weights(v.z, v.w, second);
-#pragma unroll
-                    for (int p = 0; p < 3; ++p) {
-                        weights[2 * j + h][n][p][0] = first[p];
-                        weights[2 * j + h][n][p][1] = second[p];
-                    }
-                }
-            }
-        }
-    }
-
-    int stage = 0, buffer = 0;
-    uint32_t parity = 0;
-    for (int64_t tile = first_tile; tile < tiles; tile += tile_step) {
-        float* const tile_sums = sums + buffer * kMhcPieceBlocks * Layout::kSumFloats;
-        if (warp < blocks) {
+    if (warp < kMhcPieceBlocks) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+        if (warp >= mine.blocks) return;
+        const int group = lane / 4, member = lane % 4;
+        MhcWeights<kColumns> weights;
+        weights.load(a.weights + mine.first_k + warp * kMhcBlockK, a.k, group, member);
+        int stage = 0, buffer = 0;
+        uint32_t parity = 0;
+        for (int64_t tile = first_tile; tile < tiles; tile += tile_step) {
             mhc_barrier_wait(barriers + 8 * stage, parity);
             const uint32_t at = stages + stage * Layout::kStageBytes + group * Layout::kRowBytes +
                                 warp * kMhcBlockK * 2 + member * 16;
-            float sum[kTiles][4] = {};
-            float upper_squares = 0.0f, lower_squares = 0.0f;
+            MhcBlockSum<kColumns> sum;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const uint4 upper = mhc_shared_load(at + 64 * j);
-                const uint4 lower = mhc_shared_load(at + 64 * j + 8 * Layout::kRowBytes);
-                // The smallest parts first.
-#pragma unroll
-                for (int p = 2; p >= 0; --p) {
-#pragma unroll
-                    for (int n = 0; n < kTiles; ++n) {
-                        const auto& w = weights[2 * j][n][p];
-                        mhc_multiply(sum[n], upper.x, lower.x, upper.y, lower.y, w[0], w[1]);
-                    }
-#pragma unroll
-                    for (int n = 0; n < kTiles; ++n) {
-                        const auto& w = weights[2 * j + 1][n][p];
-                        mhc_multiply(sum[n], upper.z, lower.z, upper.w, lower.w, w[0], w[1]);
-                    }
-                }
-                upper_squares = mhc_add_squares(upper, upper_squares);
-                lower_squares = mhc_add_squares(lower, lower_squares);
+                sum.add(weights, j, mhc_shared_load(at + 64 * j),
+                        mhc_shared_load(at + 64 * j + 8 * Layout::kRowBytes));
             }
-#pragma unroll
-            for (int step = 1; step <= 2; step *= 2) {
-                upper_squares = add_rn(upper_squares, __shfl_xor_sync(0xffffffffu, upper_squares, step));
-                lower_squares = add_rn(lower_squares, __shfl_xor_sync(0xffffffffu, lower_squares, step));
-            }
-            float* const mine = tile_sums + warp * Layout::kSumFloats;
-#pragma unroll
-            for (int n = 0; n < kTiles; ++n) {
-                float* const pair = mine + group * kWidth + 8 * n + 2 * member;
-                *reinterpret_cast<float2*>(pair) = {sum[n][0], sum[n][1]};
-                *reinterpret_cast<float2*>(pair + 8 * kWidth) = {sum[n][2], sum[n][3]};
-            }
-            if (member == 0) {
-                mine[kMhcTileRows * kWidth + group] = upper_squares;
-                mine[kMhcTileRows * kWidth + group + 8] = lower_squares;
-            }
+            if (tile >= first_tile + 2 * tile_step) mhc_named_wait(3 + buffer, threads);
+            sum.store(sums + buffer * Layout::kBufferFloats + warp * Sums::kFloats, group, member);
+            mhc_named_arrive(1 + buffer, threads);
+            buffer ^= 1;
+            if (++stage == kStages) stage = 0, parity ^= 1;
         }
-        __syncthreads();
-        // Everybody has read this stage, and the sums of the tile before last.
-        if (warp == 0 && tile + kStages * tile_step < tiles) copy_tile(tile + kStages * tile_step, stage);
-        if (threadIdx.x < Layout::kSumFloats) {
-            const bool square = threadIdx.x >= kMhcTileRows * kWidth;
-            const int in_tile = square ? threadIdx.x - kMhcTileRows * kWidth : threadIdx.x / kWidth;
-            const int column = square ? kMhcSquares : threadIdx.x % kWidth;
-            const int64_t row = tile * kMhcTileRows + in_tile;
-            float total = tile_sums[threadIdx.x];
-            if (blocks == kMhcPieceBlocks) {
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        // By one warp: a lane copies one row's part. Rows past the end leave old bytes in place, whose sums nobody
+        // stores.
+        const auto copy_tile = [&](int64_t tile, int stage) {
+            if (warp != kMhcPieceBlocks || tile >= tiles) return;
+            const int64_t row0 = tile * kMhcTileRows;
+            const int rows = static_cast<int>(min(int64_t{kMhcTileRows}, a.rows - row0));
+            const uint32_t bytes = mine.blocks * kMhcBlockK * 2;
+            const uint32_t barrier = barriers + 8 * stage;
+            if (lane == 0) {
+                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(rows * bytes)
+                             : "memory");
+            }
+            __syncwarp();
+            if (lane < rows) {
+                asm volatile(
+                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                        stages + stage * Layout::kStageBytes + lane * Layout::kRowBytes),
+                    "l"(a.x + (row0 + lane) * a.k + mine.first_k), "r"(bytes), "r"(barrier)
+                    : "memory");
+            }
+        };
+        for (int i = 0; i < kStages; ++i) copy_tile(first_tile + i * tile_step, i);
+        int stage = 0, buffer = 0;
+        for (int64_t tile = first_tile; tile < tiles; tile += tile_step) {
+            const float4* const from = reinterpret_cast<const float4*>(sums + buffer * Layout::kBufferFloats);
+            mhc_named_wait(1 + buffer, threads);
+            copy_tile(tile + kStages * tile_step, stage);  // every warp has read this stage
+            for (int i = threadIdx.x - 32 * kMhcPieceBlocks; i < Sums::kFloats / 4; i += Layout::kAdders) {
+                float4 total = from[i];
 #pragma unroll
-                for (int i = 1; i < kMhcPieceBlocks; ++i) {
-                    total = add_rn(total, tile_sums[i * Layout::kSumFloats + threadIdx.x]);
+                for (int w = 1; w < kMhcPieceBlocks; ++w) {
+                    if (w < mine.blocks) {
+                        const float4 v = from[w * (Sums::kFloats / 4) + i];
+                        total.x = add_rn(total.x, v.x), total.y = add_rn(total.y, v.y);
+                        total.z = add_rn(total.z, v.z), total.w = add_rn(total.w, v.w);
+                    }
                 }
-            } else {
-                for (int i = 1; i < blocks; ++i) {
-                    total = add_rn(total, tile_sums[i * Layout::kSumFloats + threadIdx.x]);
+                const auto place = [&](int64_t row, int column) {
+                    return a.partial + (row * a.split.splits + piece) * kMhcPartialStride + column;
+                };
+                const int64_t row0 = tile * kMhcTileRows;
+                if (4 * i >= Sums::kProducts) {
+                    const int64_t row = row0 + 4 * i - Sums::kProducts;
+                    if (row < a.rows) *place(row, kMhcSquares) = total.x;
+                    if (row + 1 < a.rows) *place(row + 1, kMhcSquares) = total.y;
+                    if (row + 2 < a.rows) *place(row + 2, kMhcSquares) = total.z;
+                    if (row + 3 < a.rows) *place(row + 3, kMhcSquares) = total.w;
+                } else {
+                    const int64_t row = row0 + 4 * i / Sums::kWidth;
+                    const int column = 4 * i % Sums::kWidth;
+                    if (row < a.rows && column < kColumns) *reinterpret_cast<float4*>(place(row, column)) = total;
                 }
             }
-            if (row < a.rows && (square || column < kColumns)) {
-                a.partial[(row * a.split.splits + piece) * kMhcPartialStride + column] = total;
-            }
+            if (tile + 2 * tile_step < tiles) mhc_named_arrive(3 + buffer, threads);
+            buffer ^= 1;
+            if (++stage == kStages) stage = 0;
         }
-        buffer ^= 1;
-        if (++stage == kStages) stage = 0, parity ^= 1;
     }
 }
 
-// The number of blocks follows the number of rows and of multiprocessors; what a block does to a row does not.
+// Which kernel and how many blocks follow the number of rows and of multiprocessors; what becomes of a row does not.
 template <int kColumns>
 cudaError_t launch_mhc_projection(const MhcProjectionArgs& a, int processors, cudaStream_t stream) {
-    const auto kernel = mhc_projection_kernel<kColumns>;
-    constexpr int kSharedBytes = MhcProjection<kColumns>::kSharedBytes;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-    if (error != cudaSuccess) return error;
     const int64_t tiles = (a.rows + kMhcTileRows - 1) / kMhcTileRows;
     const int64_t room = processors / a.split.splits;
-    const int64_t groups = room < 1 ? 1 : (tiles < room ? tiles : room);
-    const dim3 grid(static_cast<unsigned>(groups * a.split.splits));
-    return launch_dependent(kernel, grid, kMhcThreads, kSharedBytes, stream, a);
+    if (tiles <= room) {
+        const dim3 grid(static_cast<unsigned>(tiles * a.split.splits * kMhcCut));
+        return launch_dependent(mhc_projection_few_kernel<kColumns>, grid, 32 * kMhcCutWarps, 0, kMhcCut, stream, a);
+    }
+    const auto kernel = mhc_projection_many_kernel<kColumns>;
+    constexpr int kSharedBytes = MhcManyRows<kColumns>::kSharedBytes;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    if (error != cudaSuccess) return error;
+    const dim3 grid(static_cast<unsigned>((room < 1 ? 1 : room) * a.split.splits));
+    return launch_dependent(kernel, grid, MhcManyRows<kColumns>::kThreads, kSharedBytes, 1, stream, a);
 }
 #endif
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -11,8 +12,14 @@ import torch
 from bi_kernels.runtime.errors import ArgumentError
 from bi_kernels.testing import assert_bitwise_equal
 from bi_reload import MhcPre, mhc_num_splits, mhc_pre, mhc_pre_broadcast
+from bi_reload.reference.mhc_pre import reciprocal_rms
 
 U = 2.0**-24  # unit roundoff of float32
+
+
+def _f32(value: float) -> float:
+    return struct.unpack("<f", struct.pack("<f", value))[0]  # type: ignore[no-any-return]
+
 
 Weights = Callable[..., Any]
 Settings = dict[str, float]
@@ -71,6 +78,14 @@ def test_num_splits(k: int, splits: int) -> None:
 def test_num_splits_refuses(k: int) -> None:
     with pytest.raises(ArgumentError, match="multiple of 64"):
         mhc_num_splits(k)
+
+
+def test_every_step_of_the_root_mean_square_is_rounded_once() -> None:
+    sums = torch.rand(4000) * 5000
+    for value, have in zip(sums.tolist(), reciprocal_rms(sums, 7168, 1e-6).tolist(), strict=True):
+        # Python's float64 results are correctly rounded; rounding each of these again, to float32, is innocuous.
+        mean = _f32(_f32(value / 7168) + _f32(1e-6))
+        assert have == _f32(1.0 / _f32(math.sqrt(mean)))
 
 
 def test_empty_batch(mhc_weights: Weights, mhc_settings: Settings) -> None:
