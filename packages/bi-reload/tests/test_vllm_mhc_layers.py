@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -21,9 +22,10 @@ def hooked() -> Any:
     from bi_kernels.runtime import hooks
     from bi_reload.vllm_hook import PLAN
 
-    record = hooks.activate(PLAN)
-    yield record
-    hooks.deactivate(PLAN)
+    # Ready or not: this is where the patches become so.
+    plan = dataclasses.replace(PLAN, patches=tuple(dataclasses.replace(p, ready=True, needs="") for p in PLAN.patches))
+    yield hooks.activate(plan)
+    hooks.deactivate(plan)
 
 
 def weights(hidden: int, rows: int = 24) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -64,6 +66,7 @@ def test_one_path_for_every_count(hooked: Any, hidden: int) -> None:
     residual = torch.randn(5000, 4, hidden, generator=g, device="cuda").bfloat16()
     x = torch.randn(5000, hidden, generator=g, device="cuda").bfloat16()
     norm = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
+    wide, narrow = fn[:, :hidden].contiguous(), fn[:4].contiguous()
     post, comb, _ = model.mhc_pre_tilelang(residual, fn, scale, base, *SETTINGS, norm_weight=norm)
 
     def fused(rows: Any) -> Any:
@@ -72,14 +75,25 @@ def test_one_path_for_every_count(hooked: Any, hidden: int) -> None:
             fn, scale, base, *SETTINGS, n_splits=1, tile_n=1, norm_weight=norm,
         )  # fmt: skip
 
-    whole = fused(slice(None))
-    for count in COUNTS:
-        for start in {0, 5000 - count}:
-            for i, (got, want) in enumerate(zip(fused(slice(start, start + count)), whole, strict=True)):
-                equal(got, want[start : start + count], f"{count} tokens at {start}, result {i}")
-    order = torch.randperm(5000, generator=g, device="cuda")
-    for i, (got, want) in enumerate(zip(fused(order), whole, strict=True)):
-        equal(got, want[order], f"permuted, result {i}")
+    def first(rows: Any) -> Any:
+        return model.mhc_pre_broadcast_tilelang(
+            x[rows].contiguous(), fn, scale, base, *SETTINGS, norm_weight=norm, fn_broadcast=wide
+        )
+
+    def head(rows: Any) -> Any:
+        return (
+            model.hc_head_fused_kernel_tilelang(residual[rows].contiguous(), narrow, scale[:1], base[:4], 1e-6, 1e-6),
+        )
+
+    for run in (fused, first, head):
+        whole = run(slice(None))
+        for count in COUNTS:
+            for start in {0, 5000 - count}:
+                for i, (got, want) in enumerate(zip(run(slice(start, start + count)), whole, strict=True)):
+                    equal(got, want[start : start + count], f"{run.__name__}, {count} tokens at {start}, result {i}")
+        order = torch.randperm(5000, generator=g, device="cuda")
+        for i, (got, want) in enumerate(zip(run(order), whole, strict=True)):
+            equal(got, want[order], f"{run.__name__}, permuted, result {i}")
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)

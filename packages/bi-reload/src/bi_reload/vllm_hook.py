@@ -24,6 +24,11 @@ _SPLIT = "https://github.com/sgl-project/sglang/pull/37292"
 _BROADCAST = "https://github.com/vllm-project/vllm/pull/51368"
 _SINKS = "https://github.com/vllm-project/vllm/pull/57795"
 
+_KERNELS = "the present mHC kernels to run inside vLLM on a Hopper GPU: an engine start hung in their self-tests"
+_RELOAD = (
+    "its run inside vLLM on a Hopper GPU: A, B, A with captured graphs (packages/bi-reload/tests/test_vllm_engine.py)"
+)
+
 
 def _dummy_weights(config: Any) -> str | None:
     found = str(config.load_config.load_format)
@@ -54,6 +59,8 @@ def _mhc(module: str, name: str, why: str) -> Patch:
         why=f"{why} The model imports the function by name, so its own module is the place.",
         upstream=f"{_PREVIEW}; {_SPLIT}",
         remove_when="vLLM's mHC is explicit, with a constant split, in batch-invariant mode",
+        ready=False,
+        needs=_KERNELS,
     )
 
 
@@ -84,6 +91,8 @@ def _sinks(target: str, *relies_on: str) -> Patch:
         upstream=_SINKS,
         remove_when="0.26 is no longer supported: 0.33 loads sinks through the parameter's loader",
         versions=("0.26",),
+        ready=False,
+        needs=_RELOAD,
         relies_on=(
             "vllm.models.deepseek_v4.attention:DeepseekV4Attention.__init__",
             f"{_LOADER}.reload.meta:CopyCounter",
@@ -103,6 +112,8 @@ def _finalize(target: str, why: str, *relies_on: str) -> Patch:
         why=why,
         upstream="https://github.com/vllm-project/vllm/pull/57733",
         remove_when="vLLM calls a model's own finaliser once, after the last bucket",
+        ready=False,
+        needs=_RELOAD,
         relies_on=relies_on,
     )
 
@@ -116,6 +127,8 @@ def _lifecycle(method: str, replacement: str, why: str) -> Patch:
         why=why,
         upstream="https://github.com/vllm-project/vllm/issues/48312",
         remove_when="vLLM's weight updates are all-or-nothing and audit their addresses",
+        ready=False,
+        needs=_RELOAD,
     )
 
 
@@ -180,6 +193,8 @@ PLAN = HookPlan(
             "not come; every way of loading passes through this method.",
             upstream="https://github.com/vllm-project/vllm/issues/43456",
             remove_when="vLLM refuses an update that is not the whole checkpoint, with the list",
+            ready=False,
+            needs=_RELOAD,
             relies_on=(
                 f"{_LAYERWISE}:LAYERWISE_INFO",
                 f"{_LAYERWISE}:make_online_process_loader",
@@ -195,6 +210,8 @@ PLAN = HookPlan(
             "on 0.33 it is copied in place, but also after every bucket, when its source may still be a meta tensor.",
             upstream=f"{_BROADCAST}; https://github.com/vllm-project/vllm/pull/57733",
             remove_when="vLLM refreshes in place, and only after the last bucket",
+            ready=False,
+            needs=_RELOAD,
             relies_on=(f"{_MODEL}:DeepseekV4ForCausalLM.load_weights", f"{_MODEL}:DeepseekV4DecoderLayer.__init__"),
         ),
         Patch(
@@ -205,6 +222,8 @@ PLAN = HookPlan(
             "for the preview call it by this name.",
             upstream=_PREVIEW,
             remove_when="vLLM's model has the method",
+            ready=False,
+            needs=_RELOAD,
             relies_on=(f"{_MODEL}:DeepseekV4ForCausalLM.load_weights",),
         ),
         _finalize(
