@@ -24,7 +24,7 @@ _SPLIT = "https://github.com/sgl-project/sglang/pull/37292"
 _BROADCAST = "https://github.com/vllm-project/vllm/pull/51368"
 _SINKS = "https://github.com/vllm-project/vllm/pull/57795"
 
-_KERNELS = "the present mHC kernels to run inside vLLM on a Hopper GPU: an engine start hung in their self-tests"
+_KERNELS = "its run inside vLLM on a Hopper GPU: an engine start hung in the self-tests of an earlier build"
 _RELOAD = (
     "its run inside vLLM on a Hopper GPU: A, B, A with captured graphs (packages/bi-reload/tests/test_vllm_engine.py)"
 )
