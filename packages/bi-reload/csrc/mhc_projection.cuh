@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(MhcManyRows<kColumns>::kThreads, 1)
             if (++stage == kStages) stage = 0, parity ^= 1;
         }
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         // By one warp: a lane copies one row's part. Rows past the end leave old bytes in place, whose sums nobody
         // stores.
         const auto copy_tile = [&](int64_t tile, int stage) {
@@ -420,7 +420,7 @@ template <int kColumns>
 cudaError_t launch_mhc_projection(const MhcProjectionArgs& a, int processors, cudaStream_t stream) {
     const int64_t tiles = (a.rows + kMhcTileRows - 1) / kMhcTileRows;
     const int64_t room = processors / a.split.splits;
-    if (tiles <= room) {
+    if (tiles * a.split.splits * kMhcCut <= processors) {
         const dim3 grid(static_cast<unsigned>(tiles * a.split.splits * kMhcCut));
         return launch_dependent(mhc_projection_few_kernel<kColumns>, grid, 32 * kMhcCutWarps, 0, kMhcCut, stream, a);
     }
@@ -428,7 +428,8 @@ cudaError_t launch_mhc_projection(const MhcProjectionArgs& a, int processors, cu
     constexpr int kSharedBytes = MhcManyRows<kColumns>::kSharedBytes;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (error != cudaSuccess) return error;
-    const dim3 grid(static_cast<unsigned>((room < 1 ? 1 : room) * a.split.splits));
+    const int64_t groups = room < 1 ? 1 : (tiles < room ? tiles : room);
+    const dim3 grid(static_cast<unsigned>(groups * a.split.splits));
     return launch_dependent(kernel, grid, MhcManyRows<kColumns>::kThreads, kSharedBytes, 1, stream, a);
 }
 #endif
