@@ -61,7 +61,8 @@ def padded_copy_(dst: torch.Tensor, src: torch.Tensor, *, pad_value: float) -> N
     refuse_overlap({"dst": dst}, {"src": src})
     if dst.device.type == "cuda":
         require_native("bi_reload::padded_copy_")
-    _ops.padded_copy_(dst.detach(), src.detach(), pad_bits)
+    bits = BITS_DTYPE[dst.element_size()]  # the compiled library cannot name every dtype
+    _ops.padded_copy_(dst.detach().view(bits), src.detach().view(bits), pad_bits)
 
 
 def _bits(pad_value: float, dtype: torch.dtype) -> int:
