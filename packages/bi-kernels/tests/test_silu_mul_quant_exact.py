@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bi_kernels import Arch, ScaleFormat, detect_arch, fused_silu_mul_per_token_group_quant
+from bi_kernels import Arch, ArgumentError, ScaleFormat, detect_arch, fused_silu_mul_per_token_group_quant
 from bi_kernels._ops import fused_silu_mul_per_token_group_quant as op
 from bi_kernels.reference import silu_mul_quant as reference
 from bi_kernels.scale_format import allocate_scales
-from bi_kernels.testing import assert_batch_invariant, assert_bitwise_equal
+from bi_kernels.testing import assert_batch_invariant, assert_bitwise_equal, few_multiprocessors
 
 pytestmark = pytest.mark.gpu
 
@@ -318,6 +318,16 @@ def test_direct_calls_are_checked_and_write_nothing(arch, change, match):
         assert_bitwise_equal(now, then)
 
 
+@pytest.mark.parametrize("count", [8, 100])
+def test_the_number_of_multiprocessors_does_not_show(arch, count):
+    x = random_rows(3000, 2048)
+    expected = fused_silu_mul_per_token_group_quant(x)
+    with few_multiprocessors(count):
+        few = fused_silu_mul_per_token_group_quant(x)
+    for got, want in zip(few, expected, strict=True):
+        assert_bitwise_equal(got, want)
+
+
 @pytest.mark.parametrize("offset", [1, 4], ids=lambda v: f"offset={v}")
 def test_misaligned_rows_are_refused(arch, offset):
     memory = random_rows(4, 512)
@@ -325,3 +335,8 @@ def test_misaligned_rows_are_refused(arch, offset):
     q, s = outputs(x, ScaleFormat.FLOAT32)
     with pytest.raises(RuntimeError, match="multiples of 16 bytes"):
         op(x, None, None, 128, 0, arch.value, q, s)
+    with pytest.raises(ArgumentError, match="x: expected rows that start at multiples of 16 bytes"):
+        fused_silu_mul_per_token_group_quant(x, out_q=q, out_s=s)
+    codes = torch.empty(4, 260, dtype=torch.float8_e4m3fn, device="cuda")[:, :256]
+    with pytest.raises(ArgumentError, match="out_q: expected rows that start at multiples of 8 bytes"):
+        fused_silu_mul_per_token_group_quant(x.contiguous(), out_q=codes)

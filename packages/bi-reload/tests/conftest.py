@@ -11,6 +11,20 @@ import pytest
 import torch
 
 
+def _load(name: str) -> ModuleType:
+    """A module beside this one: with pytest's importlib mode, tests cannot import their neighbours by themselves."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_load("fake_layerwise")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Not "pytest_plugins", which only the outermost conftest.py may set: all four suites may run in one go.
     config.pluginmanager.import_plugin("bi_kernels.testing.pytest_plugin")
@@ -18,14 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def oracle() -> ModuleType:
-    """The module ``_mhc_oracle.py``: with pytest's importlib mode, tests cannot import their neighbours."""
-    spec = importlib.util.spec_from_file_location("_mhc_oracle", Path(__file__).with_name("_mhc_oracle.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    """The module ``_mhc_oracle.py``."""
+    return _load("_mhc_oracle")
 
 
 class MhcWeights(NamedTuple):

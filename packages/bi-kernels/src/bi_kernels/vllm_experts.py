@@ -17,7 +17,7 @@ from .runtime.errors import UnsupportedArchError
 from .scale_format import ScaleFormat, scale_format_for
 from .silu_mul_quant import fused_silu_mul_per_token_group_quant
 
-__all__ = ["act_mul_quant", "act_mul_quant_fp4", "batched_apply", "deep_gemm_scale_format"]
+__all__ = ["act_mul_quant", "act_mul_quant_fp4", "batched_apply", "clamp_limit", "deep_gemm_scale_format"]
 
 Method = Callable[..., Any]
 
@@ -62,7 +62,7 @@ def act_mul_quant(original: Method) -> Method:
         expert_alignment: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         check_value("mxfp8", not self.mxfp8, "scales of 128 elements", "MXFP8 experts", "Use block-scaled FP8 experts.")
-        limit = _clamp_limit(self, activation)
+        limit = clamp_limit(self, activation)
         return fused_silu_mul_per_token_group_quant(
             input, clamp_limit=limit, scale_format=deep_gemm_scale_format(input.device), out_q=output
         )
@@ -124,7 +124,7 @@ def batched_apply(original: Method) -> Method:
         from vllm.model_executor.layers.fused_moe.utils import _resize_cache
         from vllm.utils.deep_gemm import fp8_m_grouped_gemm_nt_masked
 
-        limit = _clamp_limit(self, activation)
+        limit = clamp_limit(self, activation)
         check_value(
             "apply_router_weight_on_input",
             not apply_router_weight_on_input,
@@ -157,7 +157,7 @@ def batched_apply(original: Method) -> Method:
     return apply
 
 
-def _clamp_limit(experts: Any, activation: Any) -> float | None:
+def clamp_limit(experts: Any, activation: Any) -> float | None:
     """The experts' ``swiglu_limit``; refuses everything that the op does not compute."""
     config = experts.quant_config
     name = getattr(activation, "name", str(activation))

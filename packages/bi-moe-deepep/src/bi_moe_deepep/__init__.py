@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         probe_deep_gemm,
         supports_deep_gemm_batch_invariance,
     )
+    from .deep_gemm_proof import DeepGemmShapes, prove_deep_gemm
     from .dispatch import (
         DispatchedTokens,
         InProcessTransport,
@@ -33,14 +34,19 @@ if TYPE_CHECKING:
     from .fp8_gemm import fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
     from .router import router_gate_logits, select_experts
     from .stage_tokens import StagedTokens, stage_tokens
+    from .transport_deepep import DeepEPTransport
+    from .transport_torch import TorchTransport
 
 __all__ = [
+    "DeepEPTransport",
+    "DeepGemmShapes",
     "DispatchedTokens",
     "ExpertCapacity",
     "InProcessTransport",
     "SlicePlan",
     "StagedDispatcher",
     "StagedTokens",
+    "TorchTransport",
     "Transport",
     "TransportError",
     "__version__",
@@ -54,6 +60,7 @@ __all__ = [
     "native_available",
     "plan_slices",
     "probe_deep_gemm",
+    "prove_deep_gemm",
     "router_gate_logits",
     "select_experts",
     "stage_tokens",
@@ -69,6 +76,8 @@ _attach(
         "enable_deep_gemm_batch_invariance": "deep_gemm",
         "probe_deep_gemm": "deep_gemm",
         "supports_deep_gemm_batch_invariance": "deep_gemm",
+        "DeepGemmShapes": "deep_gemm_proof",
+        "prove_deep_gemm": "deep_gemm_proof",
         "DispatchedTokens": "dispatch",
         "InProcessTransport": "dispatch",
         "SlicePlan": "dispatch",
@@ -85,5 +94,7 @@ _attach(
         "select_experts": "router",
         "StagedTokens": "stage_tokens",
         "stage_tokens": "stage_tokens",
+        "DeepEPTransport": "transport_deepep",
+        "TorchTransport": "transport_torch",
     },
 )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import torch
 
+from bi_kernels.runtime.checks import check_value
 from bi_kernels.runtime.library import define_op
 from bi_kernels.runtime.native import require_native
 
 from ._native import NATIVE
 from .reference import combine_ordered, fp8_gemm, router, stage_tokens
 
-__all__ = ["launch"]
+__all__ = ["check_vectors", "launch"]
 
 
 def _fp8_gemm_nt(out: torch.Tensor, q: torch.Tensor, s: torch.Tensor, wq: torch.Tensor, ws: torch.Tensor) -> None:
@@ -126,3 +127,23 @@ def launch(name: str, out: torch.Tensor, *args: torch.Tensor | float | None) -> 
     if out.is_cuda:
         require_native(f"{NATIVE.namespace}::{name}")
     _OPS[name](out, *args)
+
+
+def check_vectors(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless a kernel may move the rows of ``tensor`` in pieces of 16 bytes.
+
+    Raises:
+        ArgumentError: The rows have gaps, another length or another start.
+    """
+    size = tensor.element_size()
+    aligned = tensor.shape[-1] % 8 == 0 and (tensor.numel() == 0 or tensor.data_ptr() % 16 == 0)
+    for length, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False):
+        aligned = aligned and (length <= 1 or stride * size % 16 == 0)
+    aligned = aligned and (tensor.shape[-1] <= 1 or tensor.stride(-1) == 1)
+    check_value(
+        name,
+        aligned,
+        "rows of a multiple of 8 elements that start at multiples of 16 bytes",
+        f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
+        "Make it contiguous.",
+    )

@@ -6,7 +6,7 @@ import torch
 
 from bi_kernels.runtime.checks import check_tensor, check_value
 
-from ._ops import launch
+from ._ops import check_vectors, launch
 
 __all__ = ["combine_ordered"]
 
@@ -26,7 +26,8 @@ def combine_ordered(
     ``acc = fma(weight, row, acc)`` in float32 from +0, slots ascending, slots of -1 skipped, one rounding at the end.
 
     Args:
-        expert_out: ``(num_local_experts, capacity, hidden)``, bfloat16.
+        expert_out: ``(num_local_experts, capacity, hidden)``, bfloat16. On a GPU contiguous, like the next two, and
+            ``hidden`` a multiple of 8.
         slots: ``(num_tokens, top_k)``, int32: rows ``e * capacity + r``, or -1 (see :func:`stage_tokens`).
         topk_weights: ``(num_tokens, top_k)``, float32. The weight of a skipped slot is not looked at.
         out_dtype: bfloat16, or float32 to see the sum before its rounding; ignored when ``out`` is given.
@@ -37,7 +38,7 @@ def combine_ordered(
 
     Raises:
         ArgumentError: A dtype, shape or device does not fit, or a slot lies outside ``expert_out`` (data is looked
-            at on the CPU only). Nothing was written.
+            at on the CPU only; a GPU skips such a slot). Nothing was written.
         NativeLibraryError: CUDA tensors, and no kernel provides the op.
 
     Source: DeepEP's ``low_latency_combine`` does the same in the same order; design.md, "MoE".
@@ -53,5 +54,10 @@ def combine_ordered(
         check_value("out_dtype", out_dtype in _OUT_DTYPES, "bfloat16 or float32", out_dtype, "Convert afterwards.")
         out = torch.empty(shape, dtype=out_dtype, device=expert_out.device)
     check_tensor("out", out, dtype=_OUT_DTYPES, shape=shape, device=expert_out.device)
+    if out.is_cuda:
+        for name, tensor in (("expert_out", expert_out), ("slots", slots), ("topk_weights", topk_weights)):
+            check_tensor(name, tensor, contiguous=True)
+        check_vectors("expert_out", expert_out)
+        check_vectors("out", out)
     launch("combine_ordered", out, expert_out, slots, topk_weights)
     return out

@@ -1,37 +1,43 @@
 """Which DeepGEMM is installed, and whether its products may be called batch-invariant.
 
-In this version the answer to the second question is no: a build with ``set_batch_invariant`` must have the switch
-thrown and read back, any other build must pass a bitwise self-test on the model's own (N, K) on the GPU, and neither
-is written yet. What is here finds the library without importing it (an import asserts CUDA_HOME and initialises the
-JIT) and fails closed.
+A build with ``set_batch_invariant`` has the switch thrown and read back. Every build, on a GPU whose arithmetic nobody
+has to switch (Hopper), must pass the bitwise self-test of :mod:`bi_moe_deepep.deep_gemm_proof`. Where neither holds
+the answer is no. The library is found without importing it: an import asserts CUDA_HOME and initialises the JIT.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
+from bi_kernels.runtime.errors import Blocker, ContractError
 from bi_kernels.runtime.packages import package_directories
 from bi_kernels.runtime.probe import Contract, Finding, register_contract
 
 __all__ = [
     "DEEP_GEMM",
+    "PRODUCTS",
     "DeepGemmBuild",
     "enable_deep_gemm_batch_invariance",
+    "mk_alignment",
     "probe_deep_gemm",
     "supports_deep_gemm_batch_invariance",
 ]
 
 _SWITCH = "set_batch_invariant"
 _ALIGNMENT = "set_mk_alignment_for_contiguous_layout"
-# The three products whose arithmetic bi_moe_deepep.fp8_gemm specifies, each under the names it has had.
-_PRODUCTS = (
+_ROWS_PER_BLOCK = 128
+PRODUCTS = (
     ("fp8_gemm_nt", "fp8_fp4_gemm_nt"),
     ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_fp4_gemm_nt_contiguous"),
     ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_masked"),
 )
+"""The three products whose arithmetic bi_moe_deepep.fp8_gemm specifies, each under the names it has had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +86,7 @@ def probe_deep_gemm() -> DeepGemmBuild | None:
                 in_python = re.search(rf"\b{name}\b", python) is not None
                 return in_python or any(f"{name}\0".encode() in library for library in libraries)
 
-            missing = tuple(names[0] for names in _PRODUCTS if not any(map(has, names)))
+            missing = tuple(names[0] for names in PRODUCTS if not any(map(has, names)))
             if not libraries:
                 missing = ("_C*.so", *missing)
             if not has(_SWITCH) and not has(_ALIGNMENT):
@@ -106,14 +112,74 @@ def _static() -> Finding:
 
 
 def _dynamic() -> Finding:
-    return Finding(False, f"{_static().found}; the proof on this GPU is not part of this version of bi-moe-deepep")
+    import torch
+
+    from bi_kernels.arch import Arch, detect_arch
+
+    from .deep_gemm_proof import load_products, prove_deep_gemm
+    from .vllm_model import deep_gemm_shapes
+
+    build = probe_deep_gemm()
+    if not torch.cuda.is_available():
+        return Finding(False, f"{build}, and no GPU to prove it on")
+    products = load_products(build)
+    if build is not None and build.has_switch:
+        switched: contextlib.AbstractContextManager[None] = _switched(
+            products.module
+        )  # thrown, read back, and put back: asking changes nothing
+    elif detect_arch(torch.device("cuda", torch.cuda.current_device())) is Arch.SM90:
+        switched = contextlib.nullcontext()
+    else:
+        return Finding(False, f"{build} without {_SWITCH}, on a GPU where tiles follow the rows; only Hopper's do not")
+    with switched:
+        reports = prove_deep_gemm(deep_gemm_shapes(), products=products)
+    rows = sum(report.comparisons for report in reports)
+    return Finding(True, f"{build}: {len(reports)} self-tests, {rows} rows with equal bytes")
+
+
+@contextlib.contextmanager
+def mk_alignment(module: ModuleType) -> Iterator[None]:
+    """Hold the rows per block of DeepGEMM's contiguous layout at 128, and put back what was there.
+
+    Raises:
+        ContractError: The library took the number and reports another.
+    """
+    get, put = (getattr(module, f"{verb}_mk_alignment_for_contiguous_layout", None) for verb in ("get", "set"))
+    if get is None or put is None:
+        yield  # builds from before there was a choice
+        return
+    before = get()
+    put(_ROWS_PER_BLOCK)
+    try:
+        _must_be("alignment of the contiguous layout", _ROWS_PER_BLOCK, get())
+        yield
+    finally:
+        put(before)
+
+
+@contextlib.contextmanager
+def _switched(module: ModuleType) -> Iterator[None]:
+    get, put = module.get_batch_invariant, module.set_batch_invariant
+    before = get()
+    put(True)
+    try:
+        _must_be("set_batch_invariant(True), read back", True, get())
+        yield
+    finally:
+        put(before)
+
+
+def _must_be(subject: str, expected: object, found: object) -> None:
+    if found != expected:
+        blocker = Blocker(f"deep_gemm: {subject}", str(expected), str(found), DEEP_GEMM.remedy)
+        raise ContractError("DeepGEMM does not keep what it was told", [blocker])
 
 
 DEEP_GEMM = register_contract(
     Contract(
         name="deep_gemm",
         expected="FP8 products (dense, contiguous, masked) whose rows do not depend on the batch, proven on this GPU",
-        remedy="Install a DeepGEMM (vLLM's wheel brings one) and a bi-moe-deepep that can prove it, or unset "
+        remedy="Use the DeepGEMM of vLLM's wheel on Hopper, or a build with set_batch_invariant; or unset "
         "VLLM_BATCH_INVARIANT.",
         static=_static,
         dynamic=_dynamic,
@@ -133,11 +199,22 @@ def supports_deep_gemm_batch_invariance(*, fp4_contiguous: bool = False) -> bool
 
 
 def enable_deep_gemm_batch_invariance() -> None:
-    """Put DeepGEMM into its batch-invariant mode, or raise; never half-way.
+    """Put DeepGEMM into its batch-invariant mode for the rest of the process, or raise; never half-way.
+
+    Throws the build's switch where it has one, holds the alignment at 128, and reads both back. Call it before kernels
+    are warmed up or captured.
 
     Raises:
-        ContractError: What stands against it.
+        ContractError: What stands against it. Nothing was changed.
 
     Source: the name and signature that trainers look for in ``vllm.utils.deep_gemm``.
     """
     DEEP_GEMM.require()
+    from .deep_gemm_proof import load_products
+
+    module = load_products().module
+    # The probe has thrown and read both, so that neither fails now.
+    if hasattr(module, _SWITCH):
+        module.set_batch_invariant(True)
+    if hasattr(module, _ALIGNMENT):
+        module.set_mk_alignment_for_contiguous_layout(_ROWS_PER_BLOCK)

@@ -273,7 +273,7 @@ class _Endpoint:
     ) -> torch.Tensor:
         returned = self._group._all_gather(self.rank, "low_latency_combine", (expert_out, handle.slots))
         # A slot is -1 on every rank but the one that has its expert.
-        slots = torch.full(topk_idx.shape, -1, dtype=torch.int32)
+        slots = torch.full(topk_idx.shape, -1, dtype=torch.int32, device=topk_idx.device)
         for rank, (rows, placed) in enumerate(returned):
             own = placed[handle.own]
             slots = torch.where(own >= 0, own + rank * rows.shape[0] * rows.shape[1], slots)

@@ -64,7 +64,7 @@ def select_experts(
     that token. Other tokens do not notice.
 
     Args:
-        logits: ``(num_tokens, num_experts)``, float32. No narrower dtype is accepted.
+        logits: ``(num_tokens, num_experts)``, float32. No narrower dtype is accepted. On a GPU at most 512 experts.
         top_k: Slots per token, at most ``num_experts``.
         bias: ``(num_experts,)``, float32, or None. For the choice only.
         token_ids: ``(num_tokens,)``, int32 or int64: rows of ``tid2eid``. Given with the table, and not with a bias.
@@ -79,7 +79,8 @@ def select_experts(
 
     Raises:
         ArgumentError: A dtype, shape, device or value does not fit; a token id lies outside the table or the table
-            names an expert that does not exist (data is looked at on the CPU only). Nothing was written.
+            names an expert that does not exist (data is looked at on the CPU only; on a GPU such a slot gets expert -1
+            and a NaN weight). Nothing was written.
         NativeLibraryError: CUDA tensors, and no kernel provides the op.
 
     Source: ``vllm...router.fused_topk_bias_router.fused_topk_bias`` with ``scoring_func="sqrtsoftplus"``, whose
@@ -112,6 +113,8 @@ def select_experts(
         out_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     check_tensor("out_weights", out_weights, dtype=torch.float32, shape=shape, device=logits.device)
     check_tensor("out_ids", out_ids, dtype=torch.int32, shape=shape, device=logits.device)
+    if logits.is_cuda:
+        check_value("logits", num_experts <= 512, "at most 512 experts on a GPU", num_experts, "Use the CPU.")
     launch(
         "select_experts",
         out_weights,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from bi_kernels.runtime.checks import check_tensor, check_value
+from bi_kernels.runtime.errors import CapacityError
 
-from ._ops import launch
+from ._ops import check_vectors, launch
 from .reference.stage_tokens import StagedTokens
 
 __all__ = ["StagedTokens", "stage_tokens"]
@@ -25,7 +26,8 @@ def stage_tokens(
     """Copy each token to the rows of its local experts, in token order. Exact op.
 
     Args:
-        x: ``(num_tokens, hidden)``, bfloat16.
+        x: ``(num_tokens, hidden)``, bfloat16. On a GPU ``hidden`` is a multiple of 8, and rows start at multiples of
+            16 bytes.
         topk_ids: ``(num_tokens, top_k)``, int32 or int64: experts of the whole model, each at most once per token;
             -1 is a slot that is not routed (a padding token has only those).
         num_experts: Experts of the whole model.
@@ -40,9 +42,10 @@ def stage_tokens(
 
     Raises:
         ArgumentError: A dtype, shape, device or value does not fit, or a token names an expert twice or one that
-            does not exist (data is looked at on the CPU only). Nothing was written.
-        CapacityError: An expert got more tokens than ``capacity``; names the expert and both numbers. Nothing was
-            written.
+            does not exist (data is looked at on the CPU only; a GPU gives such slots the token's one row, or -1).
+            Nothing was written.
+        CapacityError: An expert got more tokens than ``capacity``; names the expert and both numbers. On a GPU, where
+            nobody looks: ``capacity`` is less than the number of tokens. Nothing was written.
         NativeLibraryError: CUDA tensors, and no kernel provides the op.
 
     Source: design.md, csrc/stage_tokens; the row order of vLLM's ``ep_scatter`` comes from atomics instead.
@@ -73,5 +76,16 @@ def stage_tokens(
     check_tensor("out.x", out.x, dtype=x.dtype, shape=shape, device=x.device)
     check_tensor("out.counts", out.counts, dtype=torch.int32, shape=(num_local_experts,), device=x.device)
     check_tensor("out.slots", out.slots, dtype=torch.int32, shape=tuple(topk_ids.shape), device=x.device)
+    if x.is_cuda:
+        if x.shape[0] > capacity:
+            raise CapacityError(
+                f"capacity: expected room for all {x.shape[0]} tokens in one expert, got {capacity} rows. The routing "
+                "lies on the GPU, so that no smaller capacity is known to suffice. Dispatch in smaller slices."
+            )
+        check_tensor("topk_ids", topk_ids, last_dim_contiguous=True)
+        for name, tensor in (("out.counts", out.counts), ("out.slots", out.slots)):
+            check_tensor(name, tensor, contiguous=True)
+        check_vectors("x", x)
+        check_vectors("out.x", out.x)
     launch("stage_tokens", out.x, out.counts, out.slots, x, topk_ids, num_experts, first_expert)
     return out

@@ -6,6 +6,9 @@ entry module which fails to import would leave a stock engine running with the f
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 from bi_kernels.runtime.hooks import HookPlan, Patch, activate
 from bi_kernels.runtime.settings import Refusal
 
@@ -16,86 +19,122 @@ _KERNEL = f"{_MOE}.modular_kernel:FusedMoEKernelModularImpl"
 _DEEP_GEMM = "vllm.utils.deep_gemm"
 _PREVIEW = "https://github.com/vllm-project/vllm/pull/54955"
 
-_SELF_TEST = "the DeepGEMM contract: the probe, and the bitwise self-test on the model's real (N, K)"
-_EXPERTS = "batch-invariant subclasses of the DeepGEMM experts, and CUDA kernel of the fused quantiser of bi-kernels"
-_STAGED = (
-    "CUDA kernels of bi_moe_deepep::stage_tokens and bi_moe_deepep::combine_ordered, and the staged dispatch over a "
-    "real transport"
-)
+_RUN = "its run inside vLLM on a Hopper GPU (ci/gpu/run_bi_moe_deepep.sh vllm)"
+_TWO_GPUS = "its run on two Hopper GPUs (ci/gpu/run_bi_moe_deepep.sh dispatch), then in two vLLM engines"
+
+
+def _tensor_parallel(config: Any) -> str | None:
+    size = config.parallel_config.tensor_parallel_size
+    return f"size {size}" if size > 1 else None
+
+
+def _pipeline_parallel(config: Any) -> str | None:
+    size = config.parallel_config.pipeline_parallel_size
+    return f"size {size}" if size > 1 else None
+
+
+def _other_all_to_all(config: Any) -> str | None:
+    parallel = config.parallel_config
+    if parallel.data_parallel_size == 1:
+        return None
+    if not parallel.enable_expert_parallel:  # vLLM then shards each expert over the data-parallel ranks
+        return f"data parallel size {parallel.data_parallel_size} without enable_expert_parallel"
+    ours = os.environ.get("BI_EP_TRANSPORT") == "nccl" or parallel.all2all_backend == "deepep_low_latency"
+    return None if ours else str(parallel.all2all_backend)
+
+
+def _eplb(config: Any) -> str | None:
+    return "enable_eplb" if config.parallel_config.enable_eplb else None
+
+
+def _dbo(config: Any) -> str | None:
+    return "microbatches" if config.parallel_config.use_ubatching else None
+
+
+def _mega_moe(config: Any) -> str | None:
+    backend = str(config.kernel_config.moe_backend)
+    return backend if "mega" in backend else None
+
+
+def _fp4_experts(config: Any) -> str | None:
+    from bi_kernels.arch import Arch, detect_arch
+    from bi_kernels.runtime.errors import UnsupportedArchError
+
+    experts = getattr(config.model_config.hf_config, "expert_dtype", "fp4")  # what vLLM takes without the key
+    try:
+        hopper = detect_arch() is Arch.SM90
+    except UnsupportedArchError:
+        return None  # refused as a GPU
+    return experts if hopper and experts == "fp4" else None
+
 
 REFUSED_SETTINGS = (
     Refusal(
         "tensor parallel size > 1",
         "its all-reduce rounds per-rank partial sums to bf16, so bits follow the number of ranks; use DP = EP, TP 1",
         "bi-moe-deepep",
+        _tensor_parallel,
     ),
     Refusal(
         "pipeline parallel size > 1",
         "equal bits across a stage boundary were never shown; use DP = EP, PP 1",
         "bi-moe-deepep",
+        _pipeline_parallel,
     ),
     Refusal(
         "all-to-all backends other than DeepEP low latency and BI_EP_TRANSPORT=nccl",
         "vLLM's all-gather/reduce-scatter rounds per-rank partial sums to bf16, and no other backend promises an order "
         "of combination",
         "bi-moe-deepep",
+        _other_all_to_all,
     ),
     Refusal(
         "EPLB (enable_eplb)",
         "experts change their slots while requests run, so receive slots and capacities are no constants",
         "bi-moe-deepep",
+        _eplb,
     ),
     Refusal(
         "DBO (enable_dbo)",
         "it cuts the batch in two by its size, and the second half needs a second dispatch handle",
         "bi-moe-deepep",
+        _dbo,
     ),
     Refusal(
         "mega-MoE (moe_backend deep_gemm_mega_moe and other fused dispatch backends)",
         "its gate changes kernels with the number of tokens, and its capacity, quantiser and order of combination are "
         "out of reach",
         "bi-moe-deepep",
+        _mega_moe,
     ),
     Refusal(
         "FP4 experts on Hopper (expert_dtype fp4)",
         "DeepGEMM has no FP4 kernel there, and Marlin and Humming are other arithmetic than a trainer's",
         "bi-moe-deepep",
+        _fp4_experts,
     ),
 )
 
 
-def _backend_classes(oracle: str, replacement: str, why: str, *relies_on: str) -> Patch:
-    """One oracle's table from backend to expert classes."""
-    return Patch(
-        target=f"{_MOE}.oracle.{oracle}:backend_to_kernel_cls",
-        replacement=replacement,
-        factory=True,
-        why=why,
-        upstream=_PREVIEW,
-        remove_when="vLLM's DeepGEMM experts claim batch invariance themselves",
-        ready=False,
-        needs=_EXPERTS,
-        relies_on=(
-            f"{_MOE}.modular_kernel:FusedMoEExperts.is_supported_config",
-            f"{_MOE}.modular_kernel:FusedMoEExperts._supports_batch_invariance",
-            *relies_on,
-        ),
-    )
-
-
-def _selection(target: str, replacement: str) -> Patch:
+def _selection(target: str, replacement: str, *relies_on: str) -> Patch:
     """The choice of an expert backend, where the quantisation method looks it up."""
     return Patch(
         target=target,
         replacement=replacement,
         factory=True,
         why="With the flag on vLLM takes whatever claims invariance: Triton on 0.26, Humming too on 0.33. Both are "
-        "other arithmetic than a trainer's DeepGEMM, so V4 gets DeepGEMM or stops. V4's quantisation method imports "
-        "the function by name, so its module is the place.",
+        "other arithmetic than a trainer's DeepGEMM, whose classes claim nothing, and the masked one sizes its GEMM "
+        "from the tokens of the live batch. So V4 gets subclasses of DeepGEMM's with constants, or stops. V4's "
+        "quantisation method imports the function by name, so its module is the place.",
         upstream=_PREVIEW,
-        remove_when="an explicit moe_backend=deep_gemm is accepted in batch-invariant mode",
+        remove_when="vLLM's DeepGEMM experts claim batch invariance themselves, and are chosen by name",
         ready=False,
-        needs=_EXPERTS,
+        needs=_RUN,
+        relies_on=(
+            f"{_MOE}.modular_kernel:FusedMoEExperts.is_supported_config",
+            f"{_MOE}.modular_kernel:FusedMoEExperts._supports_batch_invariance",
+            *relies_on,
+        ),
     )
 
 
@@ -108,11 +147,11 @@ def _prepare_finalize(oracle: str, replacement: str) -> Patch:
         why="On Hopper DeepEP's low-latency dispatch quantises by other scales than the local path, and a chunk beyond "
         "its capacity cannot be sent; every other backend rounds per rank and is refused, or replaced where "
         "BI_EP_TRANSPORT=nccl asks for it. vLLM binds the class DeepEPLLPrepareAndFinalize only where DeepEP is "
-        "installed, so its maker is the place, and returns a subclass.",
+        "installed, so its maker is the place.",
         upstream=f"{_PREVIEW}; https://github.com/deepseek-ai/DeepEP/pull/743",
         remove_when="vLLM dispatches at a fixed capacity, with scales equal to the local path's",
         ready=False,
-        needs=_STAGED,
+        needs=_TWO_GPUS,
         relies_on=(
             f"{_MOE}.all2all_utils:get_ep_all2all_manager",
             f"{_MOE}.prepare_finalize.deepep_ll:DeepEPLLPrepareAndFinalize",
@@ -123,17 +162,23 @@ def _prepare_finalize(oracle: str, replacement: str) -> Patch:
 PLAN = HookPlan(
     package="bi-moe-deepep",
     import_name="bi_moe_deepep",
-    requires_native=("bi_moe_deepep::stage_tokens", "bi_moe_deepep::combine_ordered", "bi_kernels::fixed_order_mm"),
+    requires_native=(
+        "bi_kernels::fixed_order_mm",
+        "bi_kernels::fused_silu_mul_per_token_group_quant",
+        "bi_moe_deepep::combine_ordered",
+        "bi_moe_deepep::stage_tokens",
+    ),
+    contracts=("bi_moe_deepep.deep_gemm:DEEP_GEMM",),
     patches=(
         Patch(
             target=f"{_DEEP_GEMM}:supports_deep_gemm_batch_invariance",
-            replacement="bi_moe_deepep.vllm_publish:supports_deep_gemm_batch_invariance",
+            replacement="bi_moe_deepep.deep_gemm:supports_deep_gemm_batch_invariance",
             kind="publish",
             why="A trainer written for the preview asks by this name whether DeepGEMM may be used; vLLM lacks it.",
             upstream=f"{_PREVIEW}; https://github.com/sgl-project/DeepGEMM/pull/73",
             remove_when="vLLM ships the function",
             ready=False,
-            needs=_SELF_TEST,
+            needs=_RUN,
             relies_on=(
                 f"{_DEEP_GEMM}:_import_deep_gemm",
                 f"{_DEEP_GEMM}:_lazy_init",
@@ -145,20 +190,18 @@ PLAN = HookPlan(
         ),
         Patch(
             target=f"{_DEEP_GEMM}:enable_deep_gemm_batch_invariance",
-            replacement="bi_moe_deepep.vllm_publish:enable_deep_gemm_batch_invariance",
+            replacement="bi_moe_deepep.deep_gemm:enable_deep_gemm_batch_invariance",
             kind="publish",
             why="The trainer turns the contract on by this name, or expects an error; vLLM lacks it.",
             upstream=f"{_PREVIEW}; https://github.com/sgl-project/DeepGEMM/pull/73",
             remove_when="vLLM ships the function",
             ready=False,
-            needs=_SELF_TEST,
+            needs=_RUN,
         ),
-        _backend_classes(
-            "fp8",
-            "bi_moe_deepep.vllm_experts:fp8_backend_classes",
-            "DeepGEMM experts do not claim invariance, so vLLM drops them when the flag is on, and the masked ones "
-            "size their GEMM from the tokens of the live batch (estimate_expected_m). The oracle asks this function "
-            "for candidates, which is where subclasses with a constant capacity can enter.",
+        _selection(
+            "vllm.model_executor.layers.quantization.fp8:select_fp8_moe_backend",
+            "bi_moe_deepep.vllm_experts:select_fp8_backend",
+            f"{_MOE}.oracle.fp8:backend_to_kernel_cls",
             f"{_MOE}.deep_gemm_utils:compute_aligned_M_and_alignment",
             f"{_MOE}.deep_gemm_utils:deepgemm_moe_permute",
             f"{_MOE}.deep_gemm_utils:ep_gather",
@@ -167,20 +210,10 @@ PLAN = HookPlan(
             f"{_MOE}.experts.deep_gemm_moe:DeepGemmExperts",
             f"{_MOE}.experts.triton_deep_gemm_moe:TritonOrDeepGemmExperts",
         ),
-        _backend_classes(
-            "mxfp4",
-            "bi_moe_deepep.vllm_experts:mxfp4_backend_classes",
-            "No FP4 expert class claims invariance, so V4 with FP4 experts does not start on 0.26, and on 0.33 may get "
-            "Humming; on Blackwell the DeepGEMM class can be made to hold the contract.",
-            f"{_MOE}.experts.deep_gemm_moe:DeepGemmFP4Experts",
-        ),
-        _selection(
-            "vllm.model_executor.layers.quantization.fp8:select_fp8_moe_backend",
-            "bi_moe_deepep.vllm_experts:select_fp8_backend",
-        ),
         _selection(
             "vllm.model_executor.layers.quantization.mxfp4:select_deepseek_v4_mxfp4_moe_backend",
             "bi_moe_deepep.vllm_experts:select_mxfp4_backend",
+            f"{_MOE}.experts.deep_gemm_moe:DeepGemmFP4Experts",
         ),
         Patch(
             target=f"{_MOE}.router.gate_linear:GateLinear",
@@ -192,7 +225,7 @@ PLAN = HookPlan(
             upstream=f"{_PREVIEW}; https://github.com/vllm-project/vllm/pull/47410",
             remove_when="GateLinear gives fp32 logits with one reduction order for every M",
             ready=False,
-            needs="CUDA kernel of bi_kernels::fixed_order_mm, and the GateLinear subclass that calls it",
+            needs=_RUN,
             relies_on=(
                 f"{_MOE}.router.dsv4_topk:can_use_dsv4_topk",
                 f"{_MOE}.router.dsv4_topk:dsv4_topk",
@@ -211,7 +244,7 @@ PLAN = HookPlan(
             upstream=_PREVIEW,
             remove_when="vLLM stages low-latency dispatch at a fixed capacity",
             ready=False,
-            needs=_STAGED,
+            needs=_TWO_GPUS,
             relies_on=(
                 f"{_KERNEL}._allocate_buffers",
                 f"{_KERNEL}._finalize",

@@ -1,0 +1,82 @@
+"""Time the ordered combine against vLLM's ``ep_gather`` and against a plain copy.
+
+    PYTHONPATH=packages/bi-kernels/benchmarks python packages/bi-moe-deepep/benchmarks/bench_combine_ordered.py --out F
+
+One JSON line per number of tokens, in the format of bi-kernels' ``h200.jsonl``: stock_us is null without vLLM,
+``bitwise`` compares every row with the reference. Everything is replayed from CUDA graphs, by turns; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from timing import COPY_BYTES, capture, copy_timer, machine, medians, write_records
+
+from bi_kernels.testing import first_difference
+from bi_moe_deepep import combine_ordered
+from bi_moe_deepep.reference import combine_ordered as reference
+
+HIDDEN, TOP_K = 4096, 6
+TOKENS = (1, 16, 64, 256, 1024, 4096)
+
+
+def stock(
+    rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+) -> Callable[[], object] | None:
+    """Kernel of vLLM for the contiguous layout; None without vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    from vllm.model_executor.layers.fused_moe.deep_gemm_utils import ep_gather
+
+    return lambda: ep_gather(rows, slots, weights, slots, None, out)
+
+
+def bench(tokens: int, copy: Callable[[], float]) -> dict[str, object]:
+    """One record."""
+    rows = torch.randn(1, tokens * TOP_K + 256, HIDDEN, device="cuda").bfloat16()
+    slots = torch.randperm(tokens * TOP_K, device="cuda").view(tokens, TOP_K).int()
+    weights = torch.rand(tokens, TOP_K, device="cuda")
+    out = torch.empty(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    moved = tokens * (TOP_K + 1) * HIDDEN * 2
+    launches = max(2, min(200, (1 << 31) // moved))
+    timers = [capture(lambda: combine_ordered(rows, slots, weights, out=out), launches), copy]
+    theirs = stock(rows[0], slots, weights, torch.empty_like(out))
+    timers += [capture(theirs, launches)] if theirs is not None else []
+    ours_us, copy_us, *stock_us = medians(*timers)
+    some = torch.arange(0, tokens, max(1, tokens // 64))
+    want = reference.combine_ordered(rows.cpu(), slots[some].cpu(), weights[some].cpu())
+    gb_s = moved / ours_us / 1e3
+    return {
+        "op": "combine_ordered",
+        "shape": [tokens, TOP_K, HIDDEN],
+        "stock": "ep_gather" if stock_us else None,
+        "stock_us": round(stock_us[0], 2) if stock_us else None,
+        "ours_us": round(ours_us, 2),
+        "ratio": round(stock_us[0] / ours_us, 3) if stock_us else None,
+        "gb_s": round(gb_s, 1),
+        "percent_of_copy": round(100 * gb_s / (2 * COPY_BYTES / copy_us / 1e3), 1),
+        "bitwise": first_difference(out[some].cpu(), want) is None,
+        **machine(),
+    }
+
+
+def main() -> None:
+    """Bench every number of tokens and write the records."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="put the records here, in place of older ones of this op")
+    args = parser.parse_args()
+    copy = copy_timer()
+    records = []
+    for tokens in TOKENS:
+        records.append(bench(tokens, copy))
+        print(json.dumps(records[-1]), flush=True)
+    write_records(args.out, records)
+
+
+if __name__ == "__main__":
+    main()

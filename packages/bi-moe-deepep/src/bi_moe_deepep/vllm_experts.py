@@ -1,0 +1,247 @@
+"""DeepSeek-V4's experts in vLLM: DeepGEMM with constants of the deployment, or a refusal that says why.
+
+Imported only after vLLM has imported the module that is edited.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bi_kernels import Arch, detect_arch, fused_silu_mul_per_token_group_quant
+from bi_kernels.runtime.checks import check_value
+from bi_kernels.runtime.errors import Blocker, ContractError, UnsupportedArchError
+from bi_kernels.vllm_experts import batched_apply, clamp_limit, deep_gemm_scale_format
+
+from .combine_ordered import combine_ordered
+from .deep_gemm_proof import DeepGemmShapes, load_products, prove_deep_gemm
+from .vllm_model import is_deepseek_v4
+
+__all__ = ["TRANSPORT", "expert_classes", "select_fp8_backend", "select_mxfp4_backend"]
+
+TRANSPORT = "BI_EP_TRANSPORT"
+_TRANSPORTS = (("", "deepep_low_latency"), ("nccl", "allgather_reducescatter"))  # the user names one, never both
+_ROWS = 128  # of one block in DeepGEMM's contiguous layout
+_MODULE = "vllm.model_executor.layers.fused_moe"
+
+Function = Callable[..., Any]
+
+
+def select_fp8_backend(original: Function) -> Function:
+    """``select_fp8_moe_backend``: DeepGEMM for DeepSeek-V4, vLLM's choice for every other model.
+
+    Raises (the new function, for DeepSeek-V4):
+        ContractError: Lists everything that stands against DeepGEMM: settings, what vLLM's own class says, and the
+            bitwise proof of the library on this model's shapes, which runs here, once per shape.
+
+    Source: preview-pr.txt, *MoE backend selection requires a batch-invariant implementation*; vLLM ``oracle/fp8.py``.
+    """
+
+    @functools.wraps(original)
+    def select_fp8_moe_backend(
+        config: Any, weight_key: Any, activation_key: Any, allow_vllm_cutlass: bool = False
+    ) -> tuple[Any, Any]:
+        if not is_deepseek_v4():
+            return original(config, weight_key, activation_key, allow_vllm_cutlass)  # type: ignore[no-any-return]
+        from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
+        from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+
+        blockers = _setting_blockers(config)
+        contiguous, batched = expert_classes()
+        staged = config.moe_parallel_config.use_all2all_kernels
+        cls = batched if staged else contiguous
+        wanted = FusedMoEActivationFormat.BatchedExperts if staged else FusedMoEActivationFormat.Standard
+        supported, reason = cls.is_supported_config(cls, config, weight_key, activation_key, wanted)
+        if not supported:
+            blockers.append(_blocker("DeepGEMM experts", "a layer that they take", str(reason), "Use FP8 experts."))
+        if not blockers:
+            blockers += _proof(config.hidden_dim, config.intermediate_size_per_partition)
+        if blockers:
+            raise ContractError("the experts of DeepSeek-V4 cannot be batch-invariant here", blockers)
+        return (Fp8MoeBackend.BATCHED_DEEPGEMM if staged else Fp8MoeBackend.DEEPGEMM), cls
+
+    return select_fp8_moe_backend
+
+
+def select_mxfp4_backend(original: Function) -> Function:
+    """``select_deepseek_v4_mxfp4_moe_backend``: refused for DeepSeek-V4, vLLM's choice for every other model.
+
+    Raises (the new function, for DeepSeek-V4):
+        UnsupportedArchError: Always.
+
+    Source: design.md, *Refused for now*.
+    """
+
+    @functools.wraps(original)
+    def select_deepseek_v4_mxfp4_moe_backend(config: Any) -> Any:
+        if not is_deepseek_v4():
+            return original(config)
+        raise UnsupportedArchError(
+            "FP4 experts: expected expert_dtype fp8, got fp4. DeepGEMM has no FP4 kernel on Hopper, Marlin and Humming "
+            "are other arithmetic than a trainer's, and on Blackwell nothing here has been validated. Use a checkpoint "
+            "with FP8 experts on Hopper."
+        )
+
+    return select_deepseek_v4_mxfp4_moe_backend
+
+
+@functools.cache
+def expert_classes() -> tuple[type[Any], type[Any]]:
+    """Batch-invariant subclasses of vLLM's contiguous and batched DeepGEMM experts."""
+    from vllm.model_executor.layers.fused_moe.deep_gemm_utils import (
+        compute_aligned_M_and_alignment,
+        deepgemm_moe_permute,
+    )
+    from vllm.model_executor.layers.fused_moe.experts.batched_deep_gemm_moe import BatchedDeepGemmExperts
+    from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import DeepGemmExperts
+    from vllm.model_executor.layers.fused_moe.utils import _resize_cache
+    from vllm.utils.deep_gemm import m_grouped_fp8_gemm_nt_contiguous, mk_alignment_scope
+
+    class BatchInvariantDeepGemmExperts(DeepGemmExperts):  # type: ignore[misc]
+        """Contiguous layout. Rows that are nobody's are not activated, quantised or added."""
+
+        @staticmethod
+        def _supports_batch_invariance() -> bool:
+            return True
+
+        def apply(
+            self,
+            output: torch.Tensor,
+            hidden_states: torch.Tensor,
+            w1: torch.Tensor,
+            w2: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            activation: Any,
+            global_num_experts: int,
+            expert_map: torch.Tensor | None,
+            a1q_scale: torch.Tensor | None,
+            a2_scale: torch.Tensor | None,
+            workspace13: torch.Tensor,
+            workspace2: torch.Tensor,
+            expert_tokens_meta: Any,
+            apply_router_weight_on_input: bool,
+        ) -> None:
+            limit = clamp_limit(self, activation)
+            check_value(
+                "apply_router_weight_on_input",
+                not apply_router_weight_on_input,
+                "False",
+                apply_router_weight_on_input,
+                "Let the combine step apply the router's weights.",
+            )
+            check_value("expert_map", expert_map is None, "all experts on this rank", "a map", "Use staged dispatch.")
+            experts, wide, hidden = w1.shape
+            fp8 = workspace13.view(dtype=torch.float8_e4m3fn)
+            with mk_alignment_scope(_ROWS):
+                rows, _ = compute_aligned_M_and_alignment(
+                    M=topk_ids.size(0),
+                    num_topk=topk_ids.size(1),
+                    local_num_experts=experts,
+                    alignment=_ROWS,
+                    expert_tokens_meta=expert_tokens_meta,
+                )
+                a1q, a1q_scale, owners, places, alignment = deepgemm_moe_permute(
+                    aq=hidden_states,
+                    aq_scale=a1q_scale,
+                    topk_ids=topk_ids,
+                    local_num_experts=experts,
+                    expert_map=None,
+                    expert_tokens_meta=expert_tokens_meta,
+                    aq_out=_resize_cache(fp8, (rows, hidden)),
+                )
+                check_value("alignment", alignment == _ROWS, f"{_ROWS} rows", alignment, "Do not change DeepGEMM's.")
+                gate_up = _resize_cache(workspace2, (rows, wide))
+                m_grouped_fp8_gemm_nt_contiguous((a1q, a1q_scale), (w1, self.w1_scale), gate_up, owners)
+
+                # An expert's rows are the first of its blocks: a block is a prefix of tokens and then padding.
+                blocks = rows // _ROWS
+                in_use = (owners.view(blocks, _ROWS) >= 0).sum(1, dtype=torch.int32)
+                groups = wide // 2 // _ROWS
+                scales = torch.empty((groups, blocks, _ROWS), dtype=torch.float32, device=output.device)
+                quantised = _resize_cache(fp8, (rows, wide // 2))
+                fused_silu_mul_per_token_group_quant(
+                    gate_up.view(blocks, _ROWS, wide),
+                    masked_m=in_use,
+                    clamp_limit=limit,
+                    scale_format=deep_gemm_scale_format(output.device),
+                    out_q=quantised.view(blocks, _ROWS, wide // 2),
+                    out_s=scales.permute(1, 2, 0),
+                )
+                expert_out = _resize_cache(workspace2, (rows, hidden))
+                m_grouped_fp8_gemm_nt_contiguous(
+                    (quantised, scales.view(groups, rows).mT), (w2, self.w2_scale), expert_out, owners
+                )
+            slots = torch.where(topk_ids >= 0, places, -1)
+            combine_ordered(expert_out.unsqueeze(0), slots, topk_weights.float().contiguous(), out=output)
+
+    class BatchInvariantBatchedDeepGemmExperts(BatchedDeepGemmExperts):  # type: ignore[misc]
+        """Masked layout, with a capacity and an ``expected_m`` that no batch moves."""
+
+        apply = batched_apply(BatchedDeepGemmExperts.apply)
+
+        @staticmethod
+        def _supports_batch_invariance() -> bool:
+            return True
+
+        def estimate_expected_m(self, global_num_experts: int, max_tokens_per_expert: int, topk: int) -> int:
+            # Rows per expert of a full slice under uniform routing. max_tokens_per_expert is the capacity.
+            return -(-max_tokens_per_expert * topk // global_num_experts)
+
+    return BatchInvariantDeepGemmExperts, BatchInvariantBatchedDeepGemmExperts
+
+
+def _setting_blockers(config: Any) -> list[Blocker]:
+    """What this deployment asks for and the experts cannot give."""
+    parallel = config.moe_parallel_config
+    asked = os.environ.get(TRANSPORT, "")
+    checks = (
+        ("moe_backend", config.moe_backend in ("auto", "deep_gemm"), "auto or deep_gemm", config.moe_backend),
+        ("tensor parallel size", parallel.tp_size == 1, "1", parallel.tp_size),
+        ("context parallel size", parallel.pcp_size == 1, "1", parallel.pcp_size),
+        ("sequence parallel size", parallel.sp_size == 1, "1", parallel.sp_size),
+        ("enable_eplb", not parallel.enable_eplb, "False", parallel.enable_eplb),
+        ("enable_lora", not config.is_lora_enabled, "False", config.is_lora_enabled),
+        (TRANSPORT, asked in ("", "nccl"), "nccl, or unset for DeepEP", asked),
+        (
+            "expert parallel size",
+            parallel.use_all2all_kernels or parallel.ep_size == 1,
+            "data parallel = expert parallel",
+            parallel.ep_size,
+        ),
+        (
+            "all2all_backend",
+            not parallel.use_all2all_kernels or (asked, parallel.all2all_backend) in _TRANSPORTS,
+            f"deepep_low_latency, or {TRANSPORT}=nccl with allgather_reducescatter",
+            f"{parallel.all2all_backend} with {TRANSPORT} {asked or 'unset'}",
+        ),
+        ("width of an expert", config.intermediate_size_per_partition % _ROWS == 0, "a multiple of 128",
+         config.intermediate_size_per_partition),
+        ("hidden_size", config.hidden_dim % _ROWS == 0, "a multiple of 128", config.hidden_dim),
+    )  # fmt: skip
+    remedy = "Change the setting, or unset VLLM_BATCH_INVARIANT."
+    blockers = [_blocker(name, expected, str(found), remedy) for name, ok, expected, found in checks if not ok]
+    if detect_arch(torch.device("cuda", torch.cuda.current_device())) is not Arch.SM90:
+        blockers.append(_blocker("GPU", "Hopper", "another GPU", "The experts were validated on Hopper only."))
+    return blockers
+
+
+@functools.cache
+def _proof(hidden: int, intermediate: int) -> list[Blocker]:
+    """What the bitwise proof of DeepGEMM on this layer's shapes has found against it."""
+    try:
+        with torch.device("cpu"):  # vLLM builds layers under a default device
+            prove_deep_gemm(
+                DeepGemmShapes.from_model(hidden=hidden, intermediate=intermediate), products=load_products()
+            )
+    except ContractError as error:
+        return list(error.blockers)
+    return []
+
+
+def _blocker(subject: str, expected: str, found: str, remedy: str) -> Blocker:
+    return Blocker(f"{_MODULE}: {subject}", expected, found, remedy)

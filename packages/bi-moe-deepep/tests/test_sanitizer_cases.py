@@ -1,0 +1,34 @@
+"""One small call of every kernel, for compute-sanitizer: ``ci/gpu/sanitize.sh bi-moe-deepep``. Needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bi_kernels.testing import assert_bitwise_equal
+from bi_moe_deepep import combine_ordered, select_experts, stage_tokens
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("tokens", [1, 70, 1100], ids=lambda t: f"T={t}")
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 3), (100, 9)], ids=str)
+def test_router_staging_and_combine(tokens: int, experts: int, top_k: int) -> None:
+    logits, x = torch.randn(tokens, experts), torch.randn(tokens, 136).bfloat16()
+    want = select_experts(logits, top_k=top_k)
+    weights, ids = select_experts(logits.cuda(), top_k=top_k)
+    assert_bitwise_equal(ids.cpu(), want[1])
+    arguments = {"num_experts": experts, "capacity": tokens, "first_expert": 2, "num_local_experts": 5}
+    staged_want = stage_tokens(x, want[1], **arguments)
+    staged = stage_tokens(x.cuda(), ids, **arguments)
+    assert_bitwise_equal(staged.x.cpu(), staged_want.x)
+    for dtype in (torch.bfloat16, torch.float32):
+        got = combine_ordered(staged.x, staged.slots, weights, out_dtype=dtype)
+        assert_bitwise_equal(got.cpu(), combine_ordered(staged_want.x, staged_want.slots, want[0], out_dtype=dtype))
+
+
+def test_hash_layer() -> None:
+    table, ids = torch.rand(50, 16).argsort(1)[:, :4], torch.randint(0, 50, (33,))
+    logits = torch.randn(33, 16)
+    weights, _ = select_experts(logits.cuda(), top_k=4, token_ids=ids.cuda(), tid2eid=table.cuda())
+    assert_bitwise_equal(weights.cpu(), select_experts(logits, top_k=4, token_ids=ids, tid2eid=table)[0])
