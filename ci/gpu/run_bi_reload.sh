@@ -40,17 +40,22 @@ python3 -m pytest -p no:cacheprovider -p no:benchmark -q -m "gpu and not vllm" -
     packages/bi-reload/tests 2>&1 | tee "$OUT/tests.txt" || status=$?
 
 echo "== benchmarks"
-bench=packages/bi-reload/benchmarks/bench_mhc.py
+benchmarks=packages/bi-reload/benchmarks
 if python3 -c 'import vllm' 2>/dev/null; then
     # vLLM compiles a kernel per shape, seconds each and one after another in one process.
     pids=()
     for hidden in 2048 4096 7168; do
         for tokens in "1 8" "16 32" 128 1024 4096; do
-            python3 "$bench" --compile --hidden $hidden --tokens $tokens >"$work/compile.$hidden.${tokens// /-}" 2>&1 &
+            for op in pre post head; do
+                python3 $benchmarks/bench_mhc_$op.py --compile --hidden $hidden --tokens $tokens \
+                    >"$work/compile.$op.$hidden.${tokens// /-}" 2>&1 || exit 1
+            done &
             pids+=($!)
         done
     done
     for pid in "${pids[@]}"; do wait "$pid" || { tail -n 5 "$work"/compile.*; status=1; }; done
 fi
-python3 "$bench" --out "$OUT/h200.jsonl" 2>&1 | tee "$OUT/bench.txt" || status=$?
+for op in mhc_pre mhc_post mhc_head fingerprint padded_copy; do
+    python3 $benchmarks/bench_$op.py --out "$OUT/h200.jsonl" 2>&1 | tee -a "$OUT/bench.txt" || status=$?
+done
 exit $status

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.gpu
 EPS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
 
 
-# Tokens: part of a tile, more tiles than stages. Hidden: unequal pieces, whole pieces.
-@pytest.mark.parametrize("tokens", [3, 200])
-@pytest.mark.parametrize("hidden", [192, 320, 2048])
+# Tokens: part of a tile, a tile per thread block, more tiles than a block's stages hold. Hidden: unequal pieces, whole
+# ones.
+@pytest.mark.parametrize(("tokens", "hidden"), [(3, 192), (3, 320), (200, 320), (3, 2048), (200, 2048), (1700, 2048)])
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_mhc_pre(tokens, hidden, broadcast):
     k = hidden if broadcast else 4 * hidden
@@ -38,7 +38,7 @@ def test_mhc_pre(tokens, hidden, broadcast):
     assert_bitwise_equal(fused.comb_mix.cpu(), want.comb_mix)
 
 
-@pytest.mark.parametrize("tokens", [3, 200])
+@pytest.mark.parametrize("tokens", [3, 1200])
 def test_mhc_head(tokens):
     x = torch.randint(-3, 4, (tokens, 4, 320)).bfloat16()
     weights = (torch.randint(-8, 9, (4, 1280)).float(), torch.full((1,), 0.1), torch.randn(4))

@@ -32,6 +32,7 @@ def padded_copy_(dst: torch.Tensor, src: torch.Tensor, *, pad_value: float) -> N
         ArgumentError: An argument is not as described. Nothing was written.
         ReloadError: ``dst`` or ``src`` is on the meta device: a copy into it would be silently lost.
         NativeLibraryError: CUDA tensors, and no kernel for them.
+        RuntimeError: CUDA tensors of more than 8 dimensions.
 
     Source:
         design.md, table of packages; the -inf tail of vLLM's ``attn_sink``.

@@ -1,6 +1,4 @@
-"""Time explicit mHC against vLLM's, which fuses post and pre.
-
-    python packages/bi-reload/benchmarks/bench_mhc.py --out results/h200.jsonl
+"""What the benchmarks of mHC share: they time explicit mHC against vLLM's, which fuses post and pre.
 
 One JSON line per op and shape (T, H). The op of the goal is ``mhc_post_pre``: what stands between two layers, ours as
 two explicit ops, vLLM's as ``mhc_fused_post_pre_tilelang``; the others are its parts and the ends of the model. ratio
@@ -32,7 +30,6 @@ HIDDEN = (4096, 2048, 7168)
 TOKENS = (1, 8, 16, 32, 128, 1024, 4096)
 MOST = max(TOKENS)
 EPS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
-GOAL = 1 / 1.15
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -194,23 +191,19 @@ def bench(op: str, every: Tensors, site: Site, tokens: int, copy: Callable[[], f
     return record | machine()
 
 
-OPS = ("mhc_post_pre", "mhc_post", "mhc_pre", "mhc_pre_broadcast", "mhc_head")
-
-
-def main() -> None:
-    """Bench every shape and write the records."""
+def main(*ops: str) -> None:
+    """Bench every shape of ``ops`` and write the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="put the records here, in place of older ones of these ops")
     parser.add_argument("--hidden", type=int, nargs="+", default=HIDDEN)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--ops", nargs="+", choices=OPS, default=OPS)
     parser.add_argument("--compile", action="store_true", help="only have vLLM's kernels compiled into their caches")
     args = parser.parse_args()
     if args.compile:
         for hidden in args.hidden:
             site = make_site(hidden)
             for tokens in args.tokens:
-                for op in args.ops:
+                for op in ops:
                     stock(op, site.rows(tokens))[1]()  # type: ignore[misc]
         torch.cuda.synchronize()
         return
@@ -218,13 +211,9 @@ def main() -> None:
     records = []
     for hidden in args.hidden:
         site = make_site(hidden)
-        for op in args.ops:
+        for op in ops:
             every = tuple(t.clone() for t in ours(op, site)())
             for tokens in args.tokens:
                 records.append(bench(op, every, site, tokens, copy))
                 print(json.dumps(records[-1]), flush=True)
     write_records(args.out, records)
-
-
-if __name__ == "__main__":
-    main()
