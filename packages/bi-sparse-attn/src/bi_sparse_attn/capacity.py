@@ -13,6 +13,9 @@ COMPRESS_RATIOS = (0, 1, 4, 128)
 
 # FlashMLA walks index lists in pairs of 64-entry blocks.
 _INDEX_ALIGNMENT = 128
+# A slice of decode tokens fills a Hopper GPU with one CTA per token, and gathers at most 512 MiB of rows (1 KiB each).
+_SLICE_TOKENS = 128
+_SLICE_ROWS = 2**19
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -95,6 +98,11 @@ class SparseCapacity:
     def workspace_rows(self) -> int:
         """Rows of the bfloat16 workspace that holds one request's chunk."""
         return self.compressed_rows + self.gather_rows
+
+    @property
+    def decode_slice_tokens(self) -> int:
+        """Decode tokens whose rows are gathered at once; bounds the workspace, and has no part in any result."""
+        return max(16, min(_SLICE_TOKENS, _SLICE_ROWS // self.combined_width // 16 * 16))
 
 
 def combined_width(topk_width: int, window_size: int) -> int:
