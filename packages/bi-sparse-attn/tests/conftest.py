@@ -18,6 +18,7 @@ def _load(name: str) -> ModuleType:
 
 
 fake_vllm = _load("fake_attention").fake_vllm
+_load("vllm_engine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
