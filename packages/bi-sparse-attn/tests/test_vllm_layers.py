@@ -16,7 +16,8 @@ from vllm_engine import Engine, Run, differences, make_prompt
 
 from bi_kernels.testing import assert_bitwise_equal
 
-pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
+# vLLM and what it imports warn at import; which warnings depends on the versions.
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 TINY = SimpleNamespace(
     hidden_size=2048, num_attention_heads=64, o_groups=8, o_lora_rank=256, index_n_heads=64, index_topk=512
