@@ -9,10 +9,9 @@ import sys
 import pytest
 import torch
 
-from bi_kernels.runtime import anchors, doctor, hooks, native, packages, probe, settings
+from bi_kernels.runtime import anchors, doctor, hooks, native, packages, settings
 from bi_kernels.runtime.doctor import diagnose, main
 from bi_kernels.runtime.native import NativeLibrary
-from bi_kernels.runtime.probe import SelfTest
 
 OURS = ("bi-kernels", "bi-sparse-attn", "bi-moe-deepep", "bi-reload")
 
@@ -110,7 +109,23 @@ HOOK = """
         Patch(target="vllm.ops:top_k", replacement="bi_fake.impl:ours", **LEDGER,
               relies_on=("vllm.provider:provided",)),
         Patch(target="vllm.ops:Model.forward", replacement="bi_fake.impl:ours", **LEDGER),
-    ), requires_native=("bi_fake::op",), contracts=("bi_fake.contracts:GOOD",))
+    ), requires_native=("bi_fake::op",), contracts=("bi_fake.contracts:GOOD",),
+        self_tests=("bi_fake.selftests:of_model",))
+    """
+SELF_TESTS = """
+    import torch
+    from bi_kernels.runtime.probe import SelfTest
+
+    def of_model(config):
+        return (SelfTest(
+            name="t",
+            op=lambda x: x + 1,
+            control=lambda x: x * x.sum(0),
+            rows=lambda count, device: (torch.arange(1.0, count + 1)[:, None],),
+            build=str,
+            shape_key=f"H={config.hidden_size}",
+            remedy="Use another.",
+        ),)
     """
 CONTRACTS = """
     from bi_kernels.runtime.probe import Contract, Finding
@@ -122,7 +137,7 @@ CONTRACTS = """
 @pytest.fixture
 def ready(world, monkeypatch):
     """A world in which aligned mode could start: a GPU, a library, hooks and a contract, all of them fake."""
-    world.write({"bi_fake/vllm_hook.py": HOOK, "bi_fake/contracts.py": CONTRACTS})
+    world.write({"bi_fake/vllm_hook.py": HOOK, "bi_fake/contracts.py": CONTRACTS, "bi_fake/selftests.py": SELF_TESTS})
     for owner in (doctor, hooks, packages, settings, anchors):
         monkeypatch.setattr(owner, "PACKAGES", {"bi-fake": "bi_fake"})
     world.plan(*importlib.import_module("bi_fake.vllm_hook").PLAN.patches)
@@ -130,6 +145,7 @@ def ready(world, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "A GPU")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     version = doctor.distribution_version
     monkeypatch.setattr(doctor, "distribution_version", lambda name: "3.6" if name == "triton" else version(name))
     library = NativeLibrary(package="bi-fake", import_name="bi_fake", namespace="bi_fake", ops=("op",))
@@ -154,6 +170,7 @@ def test_ready_exits_with_zero(ready, capsys):
         ("native", "library of bi-fake"),
         ("native", "bi_fake::op"),
         ("contract", "deep_gemm"),
+        ("self-test", "t [H=4096]"),
     ):
         assert found[key] == "ok", key
     assert found["refused", "a feature"] == "refused"
@@ -199,22 +216,21 @@ def test_a_contract_that_needs_a_gpu_is_not_taken_on_trust(ready, monkeypatch):
     assert blocked("contract") == {"deep_gemm": "no GPU to prove it on"}
 
 
-def test_a_self_test_has_a_row(ready, monkeypatch):
-    probe.register_self_test(
-        SelfTest(
-            name="t",
-            op=lambda x: x + x.sum(0),
-            control=lambda x: x * x.sum(0),
-            rows=lambda count, device: (torch.arange(1.0, count + 1)[:, None],),
-            build=str,
-            shape_key="H=1",
-            remedy="Use another.",
-        )
-    )
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert "differs from the row alone" in blocked("self-test")["t[H=1]"]
+def test_a_self_test_has_a_row(ready, monkeypatch, tmp_path, capsys):
+    ready.write({"bi_fake/selftests.py": SELF_TESTS.replace("x + 1", "x + x.sum(0)")})
+    assert "differs from the row alone" in blocked("self-test")["t [H=4096]"]
+    model = tmp_path / "config.json"
+    model.write_text('{"hidden_size": 8}')
+    assert main(["--json", "--model", str(model)]) == 1
+    assert "t [H=8]" in capsys.readouterr().out
+    model.write_text("[]")
+    with pytest.raises(SystemExit):
+        main(["--model", str(model)])
+    assert "--model: expected a readable config.json" in capsys.readouterr().err
+    monkeypatch.setattr(sys.modules["bi_fake.selftests"], "of_model", None)
+    assert "not callable" in blocked("self-test")["bi_fake.selftests:of_model"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert blocked("self-test") == {"t[H=1]": "no GPU to run it on"}
+    assert blocked("self-test") == {"bi_fake.selftests:of_model": "no GPU to run it on"}
 
 
 @pytest.mark.parametrize(

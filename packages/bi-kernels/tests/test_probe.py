@@ -144,8 +144,3 @@ def test_registries_take_each_name_once():
     assert probe.contracts() == {"deep_gemm": mine}
     with pytest.raises(ValueError, match="registered already"):
         probe.register_contract(contract(dynamic=lambda: Finding(True, "")))
-    test = probe.register_self_test(self_test())
-    probe.register_self_test(self_test(shape_key="H=16"))
-    assert probe.self_tests()["t[H=8]"] is test
-    with pytest.raises(ValueError, match="registered already"):
-        probe.register_self_test(self_test())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bi_kernels import Arch, ScaleFormat, detect_arch, fused_silu_mul_per_token_group_quant
+from bi_kernels import Arch, ArgumentError, ScaleFormat, detect_arch, fused_silu_mul_per_token_group_quant
 from bi_kernels._ops import fused_silu_mul_per_token_group_quant as op
 from bi_kernels.reference import silu_mul_quant as reference
 from bi_kernels.scale_format import allocate_scales
@@ -325,3 +325,8 @@ def test_misaligned_rows_are_refused(arch, offset):
     q, s = outputs(x, ScaleFormat.FLOAT32)
     with pytest.raises(RuntimeError, match="multiples of 16 bytes"):
         op(x, None, None, 128, 0, arch.value, q, s)
+    with pytest.raises(ArgumentError, match="x: expected rows that start at multiples of 16 bytes"):
+        fused_silu_mul_per_token_group_quant(x, out_q=q, out_s=s)
+    codes = torch.empty(4, 260, dtype=torch.float8_e4m3fn, device="cuda")[:, :256]
+    with pytest.raises(ArgumentError, match="out_q: expected rows that start at multiples of 8 bytes"):
+        fused_silu_mul_per_token_group_quant(x.contiguous(), out_q=codes)

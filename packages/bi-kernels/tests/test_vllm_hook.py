@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import ClassVar
+
 from bi_kernels import vllm_hook
 from bi_kernels.testing.hooks import HookTableTests
 
 
 class TestVllmHook(HookTableTests):
     hook = vllm_hook
+    asks: ClassVar = {
+        "LoRA (enable_lora)": {"lora_config": SimpleNamespace(max_lora_rank=16)},
+        vllm_hook.GPU_REFUSAL.feature: {"capability": (12, 0)},
+        "float32 head (head_dtype)": {"model_config__head_dtype": "torch.float32"},
+    }

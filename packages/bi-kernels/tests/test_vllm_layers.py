@@ -18,20 +18,17 @@ EXPERTS, CAPACITY, HIDDEN, INTER = 4, 128, 512, 512
 def hooked():
     """The plan's finished patches, activated in this process before vLLM's modules are imported, as a plug-in would."""
     os.environ.update(VLLM_BATCH_INVARIANT="1", VLLM_USE_FLASHINFER_SAMPLER="0", BI_PARTIAL="1")
-    import dataclasses
-
     from bi_kernels.runtime import hooks
     from bi_kernels.vllm_hook import PLAN
 
-    plan = dataclasses.replace(PLAN, patches=tuple(patch for patch in PLAN.patches if patch.ready))
-    record = hooks.activate(plan)
+    record = hooks.activate(PLAN)
     from vllm.utils import deep_gemm
 
     deep_gemm._lazy_init()
     deep_gemm.DeepGemmQuantScaleFMT.init_oracle_cache()
     assert deep_gemm.DeepGemmQuantScaleFMT.from_oracle().name == "FLOAT32_CEIL_UE8M0"
     yield record
-    hooks.deactivate(plan)
+    hooks.deactivate(PLAN)
 
 
 def unfused(x, limit=LIMIT):
@@ -94,7 +91,22 @@ def test_the_patches_are_in_place(hooked):
         assert getattr(fp8_utils, name) is getattr(vllm_publish, name)
     assert fp8_utils.is_batch_invariant_quant_kernel_enabled()
     fp8_utils.require_batch_invariant_quant_kernel()
-    assert len(hooked.patches) == 6
+    assert len(hooked.patches) == 7
+
+
+def test_a_model_is_checked_before_it_is_built(hooked):
+    from vllm.models.deepseek_v4.nvidia.model import DeepseekV4ForCausalLM
+
+    from bi_kernels import HookError, vllm_model_check
+    from bi_kernels.testing.hooks import plain_config
+
+    shapes = SimpleNamespace(expert_dtype="fp8", hidden_size=4096, n_routed_experts=256, moe_intermediate_size=2048)
+    config = plain_config(model_config__hf_config=shapes)
+    assert vllm_model_check.model_blockers(config) == []
+    config.lora_config = SimpleNamespace(max_lora_rank=8)
+    config.model_config.head_dtype = torch.float32
+    with pytest.raises(HookError, match=r"(?s)LoRA.*float32 head"):
+        DeepseekV4ForCausalLM(vllm_config=config)
 
 
 @pytest.mark.parametrize("limit", [None, LIMIT], ids=lambda v: f"limit={v}")

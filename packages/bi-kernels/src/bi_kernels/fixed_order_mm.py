@@ -8,7 +8,7 @@ from . import _ops
 from ._outputs import check_output
 from .arch import Arch, detect_arch
 from .reference import fixed_order_mm as reference
-from .runtime.checks import check_tensor, check_value
+from .runtime.checks import check_rows_aligned, check_tensor, check_value
 from .runtime.errors import UnsupportedArchError
 from .runtime.native import require_native
 
@@ -116,8 +116,5 @@ def _check_cuda(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None)
         ("weight", weight, 16),
         ("out", out, 2 * (4 if out is None else out.element_size())),
     ):
-        if tensor is not None and tensor.numel():
-            aligned = tensor.data_ptr() % size == 0 and (
-                len(tensor) <= 1 or tensor.stride(0) * tensor.element_size() % size == 0
-            )
-            check_value(name, aligned, f"rows that start at multiples of {size} bytes", "others", "Make it contiguous.")
+        if tensor is not None:
+            check_rows_aligned(name, tensor, size)

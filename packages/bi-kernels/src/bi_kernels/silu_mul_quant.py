@@ -11,7 +11,7 @@ from . import _ops
 from ._outputs import check_output
 from .arch import Arch, detect_arch
 from .reference import silu_mul_quant as reference
-from .runtime.checks import check_tensor, check_value
+from .runtime.checks import check_rows_aligned, check_tensor, check_value
 from .runtime.native import require_native
 from .scale_format import ScaleFormat, allocate_scales, scale_format_for
 
@@ -38,8 +38,9 @@ def fused_silu_mul_per_token_group_quant(
     scale (0x7fc00000, byte 0xff) and NaN codes (0x7f), in every variant; other groups do not notice.
 
     Args:
-        x: ``(M, 2 I)`` contiguous tokens or ``(E, T, 2 I)`` tokens by expert, bfloat16, last dim contiguous. Gate
-            half first. ``I`` is a multiple of ``group_size``; M, E and T may be 0.
+        x: ``(M, 2 I)`` contiguous tokens or ``(E, T, 2 I)`` tokens by expert, bfloat16, last dim contiguous; on a
+            GPU rows start at multiples of 16 bytes. Gate half first. ``I`` is a multiple of ``group_size``; M, E and
+            T may be 0.
         masked_m: ``(E,)``, int32, contiguous, values 0 to T; only with ``(E, T, 2 I)``. Rows at or past
             ``masked_m[e]`` of expert ``e`` are left untouched: neither read nor written. None: all rows.
         clamp_limit: DeepSeek-V4's ``swiglu_limit``, positive: before SiLU, up is clamped to +-limit and gate from
@@ -47,7 +48,8 @@ def fused_silu_mul_per_token_group_quant(
         group_size: 128.
         scale_format: How scales are rounded and stored; None for ``scale_format_for(arch)``.
         arch: Whose arithmetic; None for that of the GPU that holds ``x``. Required for CPU tensors.
-        out_q: ``(M, I)`` or ``(E, T, I)``, float8_e4m3fn, last dim contiguous, or None to allocate.
+        out_q: ``(M, I)`` or ``(E, T, I)``, float8_e4m3fn, last dim contiguous, on a GPU rows at multiples of 8 bytes,
+            or None to allocate.
         out_s: ``(M, C)`` or ``(E, T, C)``, float32 with ``C = I / 128``, or for UE8M0 int32 with ``C = ceil(I /
             512)``; any strides without overlap; None for :func:`allocate_scales`. Must not overlap ``x``.
 
@@ -95,6 +97,9 @@ def fused_silu_mul_per_token_group_quant(
         check_output("out_s", out_s, scale_format.dtype, (*tokens, scale_format.columns(num_groups)), x.device)
     if x.is_cuda:
         require_native("bi_kernels::fused_silu_mul_per_token_group_quant")
+        check_rows_aligned("x", x, 16)
+        if out_q is not None:
+            check_rows_aligned("out_q", out_q, 8)
     if out_q is None:
         out_q = torch.empty((*tokens, hidden), dtype=torch.float8_e4m3fn, device=x.device)
     if out_s is None:

@@ -6,31 +6,58 @@ entry module which fails to import would leave a stock engine running with the f
 
 from __future__ import annotations
 
+from typing import Any
+
 from bi_kernels.runtime.hooks import HookPlan, Patch, activate
 from bi_kernels.runtime.settings import Refusal
 
-__all__ = ["PLAN", "REFUSED_SETTINGS", "register"]
+__all__ = ["GPU_REFUSAL", "PLAN", "REFUSED_SETTINGS", "register"]
 
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts"
 _FP8_UTILS = "vllm.model_executor.layers.quantization.utils.fp8_utils"
 _MODEL = "vllm.models.deepseek_v4.nvidia.model"
 _PREVIEW = "https://github.com/vllm-project/vllm/pull/54955"
 
+
+def _lora(config: Any) -> str | None:
+    return None if config.lora_config is None else f"max_lora_rank {config.lora_config.max_lora_rank}"
+
+
+def _other_gpu(config: Any) -> str | None:
+    from bi_kernels.arch import detect_arch
+    from bi_kernels.runtime.errors import UnsupportedArchError
+
+    try:
+        detect_arch()
+    except UnsupportedArchError as error:
+        return str(error)
+    return None
+
+
+def _float32_head(config: Any) -> str | None:
+    head = str(config.model_config.head_dtype)
+    return head if head == "torch.float32" else None
+
+
+GPU_REFUSAL = Refusal(
+    "a GPU other than SM90, SM100 or SM103 (SM120 among them)",
+    "arithmetic, scale formats and third-party contracts are written per architecture, and none is for these",
+    "bi-kernels",
+    _other_gpu,
+)
 REFUSED_SETTINGS = (
     Refusal(
         "LoRA (enable_lora)",
         "vLLM has no batch-invariant kernels for adapters on experts, and no op here takes one",
         "bi-kernels",
+        _lora,
     ),
-    Refusal(
-        "a GPU other than SM90, SM100 or SM103 (SM120 among them)",
-        "arithmetic, scale formats and third-party contracts are written per architecture, and none is for these",
-        "bi-kernels",
-    ),
+    GPU_REFUSAL,
     Refusal(
         "float32 head (head_dtype)",
         "its logits are a torch.mm with out_dtype, which vLLM's batch-invariant mode does not cover",
         "bi-kernels",
+        _float32_head,
     ),
 )
 
@@ -46,8 +73,6 @@ def _model_check(version: str, batch_invariant: str) -> Patch:
         upstream="none: aligned mode's own check",
         remove_when="vLLM lets a plug-in veto a model configuration",
         versions=(version,),
-        ready=False,
-        needs="the check itself: arch, refused settings and self-tests on the model's real shapes",
         relies_on=(
             f"{batch_invariant}:init_batch_invariance",
             f"{batch_invariant}:enable_batch_invariant_mode",
@@ -62,6 +87,7 @@ PLAN = HookPlan(
     package="bi-kernels",
     import_name="bi_kernels",
     requires_native=("bi_kernels::fused_silu_mul_per_token_group_quant", "bi_kernels::fixed_order_mm"),
+    self_tests=("bi_kernels.vllm_model_check:self_tests",),
     patches=(
         _model_check("0.26", "vllm.model_executor.layers.batch_invariant"),
         _model_check("0.33", "vllm.model_executor.determinism.batch_invariant"),

@@ -6,6 +6,9 @@ entry module which fails to import would leave a stock engine running with the f
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 from bi_kernels.runtime.hooks import HookPlan, Patch, activate
 from bi_kernels.runtime.settings import Refusal
 
@@ -23,43 +26,96 @@ _STAGED = (
     "real transport"
 )
 
+
+def _tensor_parallel(config: Any) -> str | None:
+    size = config.parallel_config.tensor_parallel_size
+    return f"size {size}" if size > 1 else None
+
+
+def _pipeline_parallel(config: Any) -> str | None:
+    size = config.parallel_config.pipeline_parallel_size
+    return f"size {size}" if size > 1 else None
+
+
+def _other_all_to_all(config: Any) -> str | None:
+    parallel = config.parallel_config
+    if parallel.data_parallel_size == 1:
+        return None
+    if not parallel.enable_expert_parallel:  # vLLM then shards each expert over the data-parallel ranks
+        return f"data parallel size {parallel.data_parallel_size} without enable_expert_parallel"
+    ours = os.environ.get("BI_EP_TRANSPORT") == "nccl" or parallel.all2all_backend == "deepep_low_latency"
+    return None if ours else str(parallel.all2all_backend)
+
+
+def _eplb(config: Any) -> str | None:
+    return "enable_eplb" if config.parallel_config.enable_eplb else None
+
+
+def _dbo(config: Any) -> str | None:
+    return "microbatches" if config.parallel_config.use_ubatching else None
+
+
+def _mega_moe(config: Any) -> str | None:
+    backend = str(config.kernel_config.moe_backend)
+    return backend if "mega" in backend else None
+
+
+def _fp4_experts(config: Any) -> str | None:
+    from bi_kernels.arch import Arch, detect_arch
+    from bi_kernels.runtime.errors import UnsupportedArchError
+
+    experts = getattr(config.model_config.hf_config, "expert_dtype", "fp4")  # what vLLM takes without the key
+    try:
+        hopper = detect_arch() is Arch.SM90
+    except UnsupportedArchError:
+        return None  # refused as a GPU
+    return experts if hopper and experts == "fp4" else None
+
+
 REFUSED_SETTINGS = (
     Refusal(
         "tensor parallel size > 1",
         "its all-reduce rounds per-rank partial sums to bf16, so bits follow the number of ranks; use DP = EP, TP 1",
         "bi-moe-deepep",
+        _tensor_parallel,
     ),
     Refusal(
         "pipeline parallel size > 1",
         "equal bits across a stage boundary were never shown; use DP = EP, PP 1",
         "bi-moe-deepep",
+        _pipeline_parallel,
     ),
     Refusal(
         "all-to-all backends other than DeepEP low latency and BI_EP_TRANSPORT=nccl",
         "vLLM's all-gather/reduce-scatter rounds per-rank partial sums to bf16, and no other backend promises an order "
         "of combination",
         "bi-moe-deepep",
+        _other_all_to_all,
     ),
     Refusal(
         "EPLB (enable_eplb)",
         "experts change their slots while requests run, so receive slots and capacities are no constants",
         "bi-moe-deepep",
+        _eplb,
     ),
     Refusal(
         "DBO (enable_dbo)",
         "it cuts the batch in two by its size, and the second half needs a second dispatch handle",
         "bi-moe-deepep",
+        _dbo,
     ),
     Refusal(
         "mega-MoE (moe_backend deep_gemm_mega_moe and other fused dispatch backends)",
         "its gate changes kernels with the number of tokens, and its capacity, quantiser and order of combination are "
         "out of reach",
         "bi-moe-deepep",
+        _mega_moe,
     ),
     Refusal(
         "FP4 experts on Hopper (expert_dtype fp4)",
         "DeepGEMM has no FP4 kernel there, and Marlin and Humming are other arithmetic than a trainer's",
         "bi-moe-deepep",
+        _fp4_experts,
     ),
 )
 

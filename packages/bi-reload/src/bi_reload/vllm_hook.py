@@ -6,6 +6,8 @@ entry module which fails to import would leave a stock engine running with the f
 
 from __future__ import annotations
 
+from typing import Any
+
 from bi_kernels.runtime.hooks import HookPlan, Patch, activate
 from bi_kernels.runtime.settings import Refusal
 
@@ -27,12 +29,19 @@ _MHC_POST = "CUDA kernel of bi_reload::mhc_post, and its vLLM callable"
 _MHC_HEAD = "CUDA kernel of bi_reload::mhc_head, and its vLLM callable"
 _RELOAD = "the vLLM-side reload callables, proven on a real engine (A, B, A with captured graphs)"
 
+
+def _dummy_weights(config: Any) -> str | None:
+    found = str(config.load_config.load_format)
+    return found if found == "dummy" else None
+
+
 REFUSED_SETTINGS = (
     Refusal(
         "load_format dummy",
         "no loader runs, so the padding of attn_sink is random; on 0.26 the mHC broadcast weight is never computed and "
         "FP8 values round to zero, so that every comparison would pass",
         "bi-reload",
+        _dummy_weights,
     ),
     Refusal(
         "reloading a draft model (start_draft_weight_update)",

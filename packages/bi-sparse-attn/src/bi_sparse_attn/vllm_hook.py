@@ -6,6 +6,8 @@ entry module which fails to import would leave a stock engine running with the f
 
 from __future__ import annotations
 
+from typing import Any
+
 from bi_kernels.runtime.hooks import HookPlan, Patch, activate
 from bi_kernels.runtime.settings import Refusal
 
@@ -28,37 +30,71 @@ _ATTN_0_33 = (
     "width follows the batch, and four backends must answer supports_batch_invariance()"
 )
 
+
+def _speculation(config: Any) -> str | None:
+    return None if config.speculative_config is None else f"method {config.speculative_config.method}"
+
+
+def _context_parallel(config: Any) -> str | None:
+    decode, prefill = (getattr(config.parallel_config, f"{k}_context_parallel_size") for k in ("decode", "prefill"))
+    return f"sizes {decode} and {prefill}" if max(decode, prefill) > 1 else None
+
+
+def _fp4_indexer(config: Any) -> str | None:
+    return "use_fp4_indexer_cache" if config.attention_config.use_fp4_indexer_cache else None
+
+
+def _flashinfer(config: Any) -> str | None:
+    backend = getattr(config.attention_config.backend, "name", "")
+    return backend if "FLASHINFER" in backend else None
+
+
+def _other_kv_cache(config: Any) -> str | None:
+    found = config.cache_config.cache_dtype
+    return None if found in ("fp8", "fp8_ds_mla") else found
+
+
+def _no_hybrid_manager(config: Any) -> str | None:
+    return "True" if config.scheduler_config.disable_hybrid_kv_cache_manager else None
+
+
 REFUSED_SETTINGS = (
     Refusal(
         "MTP and DSpark speculation",
         "drafts are verified in rows of several queries, for DSpark over a non-causal window: selection and gather are "
         "not written for those shapes",
         "bi-sparse-attn",
+        _speculation,
     ),
     Refusal(
         "DCP and PCP (context parallel size > 1)",
         "a token's keys are reduced per rank and then merged, so its bits follow the number of ranks",
         "bi-sparse-attn",
+        _context_parallel,
     ),
     Refusal(
         "FP4 indexer cache (use_fp4_indexer_cache)",
         "FP4 keys are scored by other kernels, whose prefill and decode scores were never proven equal",
         "bi-sparse-attn",
+        _fp4_indexer,
     ),
     Refusal(
         "FlashInfer DSv4 attention (FLASHINFER_MLA_SPARSE_DSV4)",
         "another kernel than the one that these hooks let decode, prefill and trainer share",
         "bi-sparse-attn",
+        _flashinfer,
     ),
     Refusal(
         "kv_cache_dtype other than fp8 (fp8_ds_mla)",
         "gather and dequantisation are written for the 584-byte page of that format",
         "bi-sparse-attn",
+        _other_kv_cache,
     ),
     Refusal(
         "disable_hybrid_kv_cache_manager",
         "compressed, window and compressor-state caches have page sizes of their own, which need the hybrid manager",
         "bi-sparse-attn",
+        _no_hybrid_manager,
     ),
 )
 

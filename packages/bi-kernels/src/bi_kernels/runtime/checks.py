@@ -8,7 +8,7 @@ import torch
 
 from .errors import ArgumentError
 
-__all__ = ["check_tensor", "check_value"]
+__all__ = ["check_rows_aligned", "check_tensor", "check_value"]
 
 Dim = int | str | None
 
@@ -64,3 +64,20 @@ def check_value(name: str, ok: bool, expected: str, found: object, remedy: str) 
     """Raise :class:`ArgumentError` for parameter ``name`` unless ``ok``."""
     if not ok:
         raise ArgumentError(name, expected, str(found), remedy)
+
+
+def check_rows_aligned(name: str, tensor: torch.Tensor, size: int) -> None:
+    """Raise :class:`ArgumentError` unless every row of ``tensor`` starts at a multiple of ``size`` bytes.
+
+    Looks at offset and strides, not at the address, which a fake tensor does not have. Allocators align the memory
+    itself by far more; a kernel that needs it checks the address again.
+    """
+    steps = [stride for stride, length in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if length > 1]
+    aligned = all(step * tensor.element_size() % size == 0 for step in (tensor.storage_offset(), *steps))
+    check_value(
+        name,
+        aligned or not tensor.numel(),
+        f"rows that start at multiples of {size} bytes",
+        f"offset {tensor.storage_offset()} and strides {tensor.stride()}",
+        "Call .contiguous() on it, or allocate it anew.",
+    )

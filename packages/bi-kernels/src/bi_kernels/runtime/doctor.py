@@ -14,6 +14,8 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 from . import anchors, hooks, mode, native, probe
@@ -29,7 +31,7 @@ from .packages import (
 )
 from .settings import SETTINGS, refusals, setting_blocker
 
-__all__ = ["Row", "diagnose", "main"]
+__all__ = ["FLASH", "Row", "diagnose", "main"]
 
 Status = Literal["ok", "blocked", "refused"]
 
@@ -54,8 +56,28 @@ class Row:
     remedy: str = ""
 
 
-def diagnose() -> list[Row]:
-    """Every check, in the order of the table. Never raises."""
+FLASH = SimpleNamespace(
+    hidden_size=4096,
+    num_attention_heads=64,
+    q_lora_rank=1024,
+    o_groups=8,
+    o_lora_rank=1024,
+    n_routed_experts=256,
+    num_experts_per_tok=6,
+    moe_intermediate_size=2048,
+    index_n_heads=64,
+    index_topk=512,
+    hc_mult=4,
+)
+"""What self-tests read of a model's configuration, for DeepSeek-V4-Flash."""
+
+
+def diagnose(config: SimpleNamespace = FLASH) -> list[Row]:
+    """Every check, in the order of the table. Never raises.
+
+    Args:
+        config: The model's configuration, as in its ``config.json``: self-tests run on its shapes.
+    """
     rows: list[Row] = []
     for section, check in (
         ("version", _version_rows),
@@ -63,7 +85,7 @@ def diagnose() -> list[Row]:
         ("hook", _hook_rows),
         ("native", _native_rows),
         ("contract", _contract_rows),
-        ("self-test", _self_test_rows),
+        ("self-test", lambda: _self_test_rows(config)),
         ("refused", _refused_rows),
     ):
         try:
@@ -77,8 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table. Returns 0 if aligned mode could start in this environment, else 1."""
     parser = argparse.ArgumentParser(prog="bi-doctor", description=main.__doc__)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON instead of a table")
+    parser.add_argument(
+        "--model", type=Path, metavar="CONFIG", help="config.json whose shapes self-tests use (default: V4-Flash's)"
+    )
     arguments = parser.parse_args(argv)
-    rows = diagnose()
+    try:
+        config = FLASH if arguments.model is None else SimpleNamespace(**json.loads(arguments.model.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        parser.error(f"--model: expected a readable config.json, got {arguments.model}: {error}")
+    rows = diagnose(config)
     blocked = sum(row.status == "blocked" for row in rows)
     if arguments.json:
         print(json.dumps({"ready": not blocked, "rows": [asdict(row) for row in rows]}, indent=2))
@@ -293,14 +322,26 @@ def _contract_row(reference: str) -> Row:
     return _row("contract", contract.name, report.blockers[0] if report.blockers else None, report.found)
 
 
-def _self_test_rows() -> Iterator[Row]:
-    for name, test in probe.self_tests().items():
-        yield _guarded("self-test", name, lambda name=name, test=test: _self_test_row(name, test))  # type: ignore[misc]
+def _self_test_rows(config: SimpleNamespace) -> Iterator[Row]:
+    for package in PACKAGES:
+        if module_file(f"{PACKAGES[package]}.vllm_hook") is None:
+            continue
+        plan = anchors.load_plan(package)
+        for reference in plan.self_tests if plan is not None else ():
+            if not _has_gpu():
+                yield Row("self-test", reference, "blocked", "no GPU to run it on", "Run this on the GPU machine.")
+                continue
+            try:
+                tests = resolve(reference)(config)
+            except Exception as error:  # one broken package must not hide the others
+                yield _broken("self-test", reference, error)
+                continue
+            for test in tests:
+                name = f"{test.name} [{test.shape_key}]"
+                yield _guarded("self-test", name, lambda name=name, test=test: _self_test_row(name, test))  # type: ignore[misc]
 
 
 def _self_test_row(name: str, test: probe.SelfTest) -> Row:
-    if not _has_gpu():
-        return Row("self-test", name, "blocked", "no GPU to run it on", "Run this on the GPU machine.")
     import torch
 
     report = probe.run_self_test(test, device=torch.device("cuda", torch.cuda.current_device()))

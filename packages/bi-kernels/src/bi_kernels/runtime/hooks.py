@@ -39,13 +39,14 @@ __all__ = [
     "HookRecord",
     "Patch",
     "activate",
+    "active_plans",
     "active_records",
     "deactivate",
+    "model_hook_blockers",
     "overwritten",
     "patch_blockers",
     "require_all_packages",
     "verify",
-    "verify_model_hooks",
 ]
 
 SUPPORTED_VLLM = ("0.26", "0.33")
@@ -124,6 +125,8 @@ class HookPlan:
         vllm: Supported release prefixes of vLLM.
         requires_native: Ops (``"namespace::name"``) that must have a CUDA kernel.
         contracts: ``"package.module:NAME"`` of :class:`bi_kernels.runtime.probe.Contract` objects.
+        self_tests: ``"package.module:function"``: given the model's ``hf_config``, the
+            :class:`bi_kernels.runtime.probe.SelfTest` objects of its real shapes, run before its first forward.
     """
 
     package: str
@@ -132,6 +135,7 @@ class HookPlan:
     vllm: tuple[str, ...] = SUPPORTED_VLLM
     requires_native: tuple[str, ...] = ()
     contracts: tuple[str, ...] = ()
+    self_tests: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for prefix in self.vllm:
@@ -369,14 +373,16 @@ def require_all_packages() -> list[Blocker]:
     ]
 
 
-def verify_model_hooks() -> None:
-    """Assert, when a DeepSeek-V4 model is built, that every package is installed and its hooks are in place.
+def active_plans() -> tuple[HookPlan, ...]:
+    """The active plans, in the order of their packages' names."""
+    return tuple(active.plan for _, active in sorted(_ACTIVE.items()))
+
+
+def model_hook_blockers() -> list[Blocker]:
+    """What is missing when a DeepSeek-V4 model is built: packages, active hooks, edits that somebody overwrote.
 
     vLLM drops a plugin that ``VLLM_PLUGINS`` leaves out, or whose module does not import, without stopping; this is
     where that is noticed.
-
-    Raises:
-        HookError: Lists every package that is missing or inactive, and every edit that somebody has overwritten.
     """
     blockers = require_all_packages()
     blockers += [
@@ -395,8 +401,7 @@ def verify_model_hooks() -> None:
         )
         for target in overwritten()
     ]
-    if blockers:
-        raise HookError("DeepSeek-V4 cannot be built in aligned mode", blockers)
+    return blockers
 
 
 def verify(plan: HookPlan) -> list[Blocker]:

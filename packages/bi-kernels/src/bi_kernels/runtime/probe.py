@@ -29,16 +29,13 @@ __all__ = [
     "clear_cache",
     "contracts",
     "register_contract",
-    "register_self_test",
     "run_self_test",
-    "self_tests",
 ]
 
 NEIGHBOURS = ("random", "zero", "huge", "nan")
 """Kinds of rows that the row under test is put among."""
 
 _CONTRACTS: dict[str, Contract] = {}
-_SELF_TESTS: dict[str, SelfTest] = {}
 _REPORTS: dict[tuple[str, str, str, str], SelfTestReport] = {}
 _LOCK = threading.RLock()
 
@@ -196,23 +193,6 @@ def register_contract(contract: Contract) -> Contract:
 def contracts() -> Mapping[str, Contract]:
     """The registered contracts by name."""
     return dict(_CONTRACTS)
-
-
-def register_self_test(test: SelfTest) -> SelfTest:
-    """Add ``test`` to the registry. A test of the same name and shape replaces none: it is an error.
-
-    Raises:
-        ValueError: Another self-test has this name and shape.
-    """
-    with _LOCK:
-        if _SELF_TESTS.setdefault(f"{test.name}[{test.shape_key}]", test) is not test:
-            raise ValueError(f"self-test {test.name!r} for {test.shape_key!r} is registered already")
-    return test
-
-
-def self_tests() -> Mapping[str, SelfTest]:
-    """The registered self-tests by ``"name[shape_key]"``."""
-    return dict(_SELF_TESTS)
 
 
 def clear_cache() -> None:

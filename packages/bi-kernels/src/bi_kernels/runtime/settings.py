@@ -10,12 +10,13 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import Blocker
 from .mode import PARTIAL, SWITCH
 from .packages import PACKAGES, distribution_version, installed_version, module_file, public_version, release_prefix
 
-__all__ = ["SETTINGS", "Refusal", "environment_blockers", "refusals", "setting_blocker"]
+__all__ = ["SETTINGS", "Refusal", "config_blockers", "environment_blockers", "refusals", "setting_blocker"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,14 @@ class Refusal:
         feature: What is refused.
         reason: Why.
         owner: Distribution name of the package that refuses it, in ``REFUSED_SETTINGS`` of its ``vllm_hook``.
+        found: Given a ``VllmConfig``, the setting that asks for the feature, in words, or None. None instead of a
+            function: no setting asks for it, and a hook refuses the call itself.
     """
 
     feature: str
     reason: str
     owner: str
+    found: Callable[[Any], str | None] | None = None
 
 
 def refusals() -> tuple[Refusal, ...]:
@@ -41,6 +45,15 @@ def refusals() -> tuple[Refusal, ...]:
         if module_file(f"{import_name}.vllm_hook") is not None
         for refusal in importlib.import_module(f"{import_name}.vllm_hook").REFUSED_SETTINGS
     )
+
+
+def config_blockers(vllm_config: Any) -> list[Blocker]:
+    """What ``vllm_config`` (a ``VllmConfig``) asks for that an installed package refuses; all of it at once."""
+    return [
+        Blocker(refusal.feature, "not asked for", found, f"Leave it off ({refusal.owner}): {refusal.reason}.")
+        for refusal in refusals()
+        if refusal.found is not None and (found := refusal.found(vllm_config)) is not None
+    ]
 
 
 def environment_blockers() -> list[Blocker]:

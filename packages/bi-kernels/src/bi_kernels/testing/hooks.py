@@ -13,14 +13,17 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import ModuleType
-from typing import ClassVar
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from bi_kernels.runtime.anchors import anchored_targets, anchors_file, defines, load_plan
 from bi_kernels.runtime.hooks import HookPlan, Patch
 from bi_kernels.runtime.packages import PACKAGES, distribution_version, module_file, public_version
 
-__all__ = ["RELEASES", "HookTableTests", "run_python", "write_stand_in"]
+if TYPE_CHECKING:
+    import pytest
+
+__all__ = ["RELEASES", "HookTableTests", "plain_config", "run_python", "write_stand_in"]
 
 RELEASES = ("0.26.0", "0.33.0")
 """The vLLM releases that anchors are recorded for, one per supported prefix."""
@@ -109,6 +112,37 @@ def write_stand_in(root: Path, plan: HookPlan, version: str) -> tuple[str, ...]:
     return targets
 
 
+def plain_config(**changes: Any) -> SimpleNamespace:
+    """Of a ``VllmConfig`` what refusals look at, for an aligned run on one GPU; ``section__name=value`` changes it."""
+    sections: dict[str, dict[str, Any]] = {
+        "parallel_config": {
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "data_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+            "enable_expert_parallel": False,
+            "enable_eplb": False,
+            "use_ubatching": False,
+            "all2all_backend": "allgather_reducescatter",
+        },
+        "model_config": {"head_dtype": "torch.bfloat16", "hf_config": SimpleNamespace(expert_dtype="fp8")},
+        "cache_config": {"cache_dtype": "fp8_ds_mla"},
+        "attention_config": {"use_fp4_indexer_cache": False, "backend": None},
+        "kernel_config": {"moe_backend": "auto"},
+        "scheduler_config": {"disable_hybrid_kv_cache_manager": None},
+        "load_config": {"load_format": "auto"},
+    }
+    plain: dict[str, Any] = {"lora_config": None, "speculative_config": None}
+    for name, value in changes.items():
+        section, _, entry = name.partition("__")
+        if entry:
+            sections[section][entry] = value
+        else:
+            plain[section] = value
+    return SimpleNamespace(**plain, **{name: SimpleNamespace(**entries) for name, entries in sections.items()})
+
+
 def _stub(names: dict[str, set[str]]) -> str:
     function = "def {0}(*args, **kwargs):\n    raise AttributeError('{0}')\n"
     lines = []
@@ -122,9 +156,15 @@ def _stub(names: dict[str, set[str]]) -> str:
 
 
 class HookTableTests:
-    """What every table must satisfy. Inherit and set ``hook`` to the package's ``vllm_hook`` module."""
+    """What every table must satisfy. Inherit and set the attributes.
+
+    Attributes:
+        hook: The package's ``vllm_hook`` module.
+        asks: By refused feature what asks for it: arguments of :func:`plain_config`, or the GPU's ``capability``.
+    """
 
     hook: ClassVar[ModuleType]
+    asks: ClassVar[dict[str, dict[str, Any]]]
 
     @property
     def plan(self) -> HookPlan:
@@ -247,6 +287,17 @@ class HookTableTests:
         assert all(entry.feature and entry.reason for entry in refused), refused
         assert {entry.owner for entry in refused} == {self.plan.package}, refused
         assert len({entry.feature for entry in refused}) == len(refused), refused
+
+    def test_what_is_refused_is_found_in_a_configuration(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A plain aligned configuration asks for nothing refused, and each of :attr:`asks` for just that one."""
+        refused = {entry.feature: entry.found for entry in self.hook.REFUSED_SETTINGS if entry.found is not None}
+        assert set(self.asks) == set(refused)
+        for asked, changes in ((None, {}), *self.asks.items()):
+            capability = changes.get("capability", (9, 0))
+            monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+            monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None, found=capability: found)
+            config = plain_config(**{name: value for name, value in changes.items() if name != "capability"})
+            assert [name for name, found in refused.items() if found(config)] == [asked] * (asked is not None), changes
 
     def _patches(self, version: str) -> list[Patch]:
         return list(self.plan.patches_for(version))
