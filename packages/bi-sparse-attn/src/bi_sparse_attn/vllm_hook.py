@@ -194,6 +194,7 @@ PLAN = HookPlan(
         "bi_kernels::fixed_order_mm",
     ),
     contracts=("bi_sparse_attn.vllm_contracts:FLASH_MLA", "bi_sparse_attn.vllm_contracts:INDEXER_SCORES"),
+    self_tests=("bi_sparse_attn.vllm_contracts:self_tests",),
     patches=(
         Patch(
             target="vllm.envs:VLLM_DS4_DECODE_KERNEL",
