@@ -4,9 +4,9 @@
 
 Both sides are the layers' own methods, on the same caches, metadata and queries of 64 heads. Decode is replayed from
 CUDA graphs, vLLM's with its tile plan made beforehand; prefill is launched eagerly, as it is served. One JSON line per
-shape: op (``decode_attention``: layer kind, batch, context; ``prefill_attention``: layer kind, requests, tokens of each),
-stock_us, ours_us, ratio (stock / ours), gb_s (cache bytes that the lists name), percent_of_copy, bitwise (the last tokens
-of three requests, prefilled alone, have the bits that they have in the batch).
+shape: op (``decode_attention``: layer kind, batch, context; ``prefill_attention``: layer kind, requests, tokens each),
+stock_us, ours_us, ratio (stock / ours), gb_s (cache bytes that the lists name), percent_of_copy, bitwise (whether the
+last tokens of three requests, prefilled alone, have the bits that they have in the batch).
 """
 
 from __future__ import annotations
