@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -14,25 +12,26 @@ _COLUMNS = 512
 
 
 # One compiled variant per layer type: a variant more would be compiled while a graph is captured.
+# Parameters have no annotations but constexpr: Triton resolves them.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["top_k"],
     do_not_specialize_on_alignment=["compressed", "window", "topk", "positions", "requests", "is_token"],
 )
-def _fill(
-    compressed: Any,
-    compressed_stride: Any,
-    window: Any,
-    window_stride: Any,
-    topk: Any,
-    topk_stride: Any,
-    positions: Any,
-    requests: Any,
-    is_token: Any,
-    compressed_table: Any,
-    compressed_table_stride: Any,
-    window_table: Any,
-    window_table_stride: Any,
-    top_k: Any,
+def _fill(  # type: ignore[no-untyped-def]
+    compressed,
+    compressed_stride,
+    window,
+    window_stride,
+    topk,
+    topk_stride,
+    positions,
+    requests,
+    is_token,
+    compressed_table,
+    compressed_table_stride,
+    window_table,
+    window_table_stride,
+    top_k,
     RATIO: tl.constexpr,
     HAS_TOPK: tl.constexpr,
     COMPRESSED_BLOCK: tl.constexpr,
@@ -46,14 +45,12 @@ def _fill(
     request = tl.load(requests + token, mask=alive, other=0).to(tl.int64)
     position = tl.load(positions + token, mask=alive, other=-1)
     if piece == 0:
-        column = tl.arange(0, WINDOW)
-        entry = tl.maximum(position - WINDOW + 1, 0) + column
-        listed = entry <= position
-        page = tl.load(window_table + request * window_table_stride + entry // WINDOW_BLOCK, mask=listed, other=0).to(
-            tl.int64
-        )
-        slot = tl.where(listed, page * WINDOW_BLOCK + entry % WINDOW_BLOCK, -1)
-        tl.store(window + token * window_stride + column, slot)
+        place = tl.arange(0, WINDOW)
+        row = tl.maximum(position - WINDOW + 1, 0) + place
+        seen = row <= position
+        row_page = tl.load(window_table + request * window_table_stride + row // WINDOW_BLOCK, mask=seen, other=0)
+        row_slot = row_page.to(tl.int64) * WINDOW_BLOCK + row % WINDOW_BLOCK
+        tl.store(window + token * window_stride + place, tl.where(seen, row_slot, -1))
     else:
         column = (piece - 1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = column < top_k
@@ -62,11 +59,10 @@ def _fill(
         else:
             entry = tl.where(column < (position + 1) // RATIO, column, -1).to(tl.int64)
         listed = inside & (entry >= 0)
-        page = tl.load(
-            compressed_table + request * compressed_table_stride + entry // COMPRESSED_BLOCK, mask=listed, other=0
-        ).to(tl.int64)
-        slot = tl.where(listed, page * COMPRESSED_BLOCK + entry % COMPRESSED_BLOCK, -1)
-        tl.store(compressed + token * compressed_stride + column, slot, mask=inside)
+        pages = compressed_table + request * compressed_table_stride
+        page = tl.load(pages + entry // COMPRESSED_BLOCK, mask=listed, other=0)
+        slot = page.to(tl.int64) * COMPRESSED_BLOCK + entry % COMPRESSED_BLOCK
+        tl.store(compressed + token * compressed_stride + column, tl.where(listed, slot, -1), mask=inside)
 
 
 def fill_decode_slots_(
