@@ -8,6 +8,7 @@ vLLM are imported by the proofs alone.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -273,7 +274,7 @@ def _weights_proj(heads: int, hidden: int) -> SelfTest:
 
     @functools.cache
     def weight(device: torch.device) -> torch.Tensor:
-        return (_normal((heads, hidden), 12, device) / hidden**0.5).bfloat16()
+        return (_normal((heads, hidden), 12, device) / math.sqrt(hidden)).bfloat16()
 
     def op(x: torch.Tensor) -> torch.Tensor:
         from vllm.model_executor.layers.batch_invariant import linear_batch_invariant
