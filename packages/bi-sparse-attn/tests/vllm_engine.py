@@ -215,7 +215,7 @@ class Engine:
         bits = tensor.flatten(1).view(torch.int16)
         for start in range(0, len(bits), 128):
             part = bits[start : start + 128].long() + 1
-            self._now[layer, op, start : start + 128].copy_((part * self._odd[: part.shape[1]]).sum(1))
+            self._now[layer, op, start : start + len(part)].copy_((part * self._odd[: part.shape[1]]).sum(1))
 
     def _keep(self, positions: torch.Tensor) -> None:
         from vllm.forward_context import get_forward_context
