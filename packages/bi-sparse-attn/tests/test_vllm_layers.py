@@ -160,6 +160,20 @@ def test_contexts(engine, length):
     assert recomputed.logprobs[50][length:] == alone.logprobs[50]
 
 
+def test_prefill_has_the_bits_of_vllms_own(engine, together, monkeypatch):
+    """Same kernel, same lists: one request at a time and other widths change addresses only."""
+    from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
+
+    from bi_sparse_attn.vllm_attention import BatchInvariantAttention
+
+    def stock(layer, q, positions, output, compressed, window):
+        caches = layer.kv_cache, layer.swa_cache_layer.kv_cache
+        DeepseekV4FlashMLAAttention._forward_prefill(layer, q, positions, *caches, output, compressed, window)
+
+    monkeypatch.setattr(BatchInvariantAttention, "_prefill", stock)
+    same(together, engine.run(MIXED, max_tokens=1), logprobs=False)
+
+
 def test_the_digests_see_vllms_own_order(engine, together, monkeypatch):
     """Decode lists the window before the compressed entries, as vLLM's own decode kernel does: other bits."""
     from bi_sparse_attn import vllm_attention
