@@ -93,8 +93,9 @@ class Engine:
             os.environ["VLLM_PLUGINS"] = "none"  # the other packages, if installed, cannot start on their own
             _stand_in_for_other_packages()
         from vllm import LLM
-        from vllm.v1.worker import gpu_model_runner
+        from vllm.v1.worker import gpu_model_runner, gpu_worker
 
+        gpu_worker.kernel_warmup = lambda worker: None  # of many shapes, most of which no test meets
         runner_class = gpu_model_runner.GPUModelRunner
         self._capture, runner_class.capture_model = runner_class.capture_model, lambda runner: 0
         runner_class.profile_cudagraph_memory = lambda runner: 0
@@ -106,7 +107,7 @@ class Engine:
             max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=1024,
             max_num_seqs=64,
-            gpu_memory_utilization=0.4,
+            kv_cache_memory_bytes=8 << 30,
             enable_prefix_caching=False,
             async_scheduling=False,
             seed=0,
