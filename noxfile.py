@@ -133,7 +133,7 @@ def gpu(session: nox.Session, package: str) -> None:
 
 
 @nox.session(tags=["gpu"], default=False, requires=all_built, venv_params=VENV)
-@nox.parametrize("package", ["bi-kernels"], ids=["bi-kernels"])
+@nox.parametrize("package", ["bi-kernels", "bi-sparse-attn"], ids=["bi-kernels", "bi-sparse-attn"])
 def sanitizer(session: nox.Session, package: str) -> None:
     """compute-sanitizer's four tools over one small call of each kernel; needs a GPU."""
     install(session, *with_needs(package), "pytest", "hypothesis")

@@ -36,12 +36,18 @@ RELU_SHAPES = ((64, 4096), (64, 8192), (8, 32768), (8, 131072))
 WORKSPACE_BYTES = 1 << 20  # RADIX_TOPK_WORKSPACE_SIZE of vLLM's sparse_attn_indexer
 
 
+def load_stock(library: Path | None) -> None:
+    """Register ``torch.ops._C`` of vLLM, if there is one."""
+    if library is not None:
+        torch.ops.load_library(str(library))
+    elif importlib.util.find_spec("vllm") is not None:
+        importlib.import_module("vllm._C_stable_libtorch")
+
+
 def stock_selectors(logits: torch.Tensor, ends: torch.Tensor) -> dict[str, Callable[[], object]]:
     """Selectors of vLLM that take this shape; none without vLLM."""
-    if importlib.util.find_spec("vllm") is None:
+    if not hasattr(torch.ops._C, "persistent_topk"):
         return {}
-    import vllm._C  # noqa: F401  registers torch.ops._C
-
     rows, columns = logits.shape
     starts = torch.zeros_like(ends)
     out = torch.empty(rows, TOP_K, dtype=torch.int32, device="cuda")
@@ -103,7 +109,9 @@ def main() -> None:
     """Bench every shape and write the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="put the records here, in place of older ones of this op")
+    parser.add_argument("--stock-library", type=Path, help="_C_stable_libtorch.abi3.so of a vLLM that is not installed")
     args = parser.parse_args()
+    load_stock(args.stock_library)
     copy = copy_timer()
     cases = [(*shape, "normal") for shape in SHAPES] + [(*shape, "relu") for shape in RELU_SHAPES]
     records = []

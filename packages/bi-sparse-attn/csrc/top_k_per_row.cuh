@@ -127,7 +127,8 @@ __device__ __forceinline__ void tally(uint32_t* histogram, uint32_t digit, bool 
     const uint32_t lanes = __ballot_sync(~0u, counts);
     if (lanes == 0) return;
     const int leader = __ffs(lanes) - 1;
-    const bool same = counts && digit == __shfl_sync(~0u, digit, leader);
+    const uint32_t its = __shfl_sync(~0u, digit, leader);  // by all lanes, hence outside the condition
+    const bool same = counts && digit == its;
     const uint32_t agree = __ballot_sync(~0u, same);
     if (threadIdx.x % 32 == leader) {
         atomicAdd(histogram + digit, __popc(agree));
