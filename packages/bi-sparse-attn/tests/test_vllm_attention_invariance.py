@@ -91,6 +91,14 @@ def test_slices_do_not_matter(engine, monkeypatch):
     compare(engine.run(*batch), want)
 
 
+def test_how_many_requests_are_prefilled_side_by_side_does_not_matter(engine, monkeypatch):
+    batch = [("short", 1, 2), ("short", 0, 3), ("window", 100, 129), ("long", 380, 391), ("other", 290, 300)]
+    want = engine.run(*batch)
+    for count in (1, 2, 3):
+        monkeypatch.setattr(type(engine.layer.capacity), "prefill_requests", count)
+        compare(engine.run(*batch), want)
+
+
 def test_the_comparison_sees_vllms_own_decode_order(fake_vllm, monkeypatch):
     """The window before the compressed entries, as in vLLM's decode kernel: other bits, so order is tested."""
     engine = make_engine(4, fake_vllm)

@@ -160,8 +160,16 @@ def test_contexts(engine, length):
     assert recomputed.logprobs[50][length:] == alone.logprobs[50]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_requests_side_by_side_do_not_matter(engine, together, monkeypatch, count):
+    from bi_sparse_attn import SparseCapacity
+
+    monkeypatch.setattr(SparseCapacity, "prefill_requests", count)
+    same(together, engine.run(MIXED, max_tokens=2, chunk=300), logprobs=False)
+
+
 def test_prefill_has_the_bits_of_vllms_own(engine, together, monkeypatch):
-    """Same kernel, same lists: one request at a time and other widths change addresses only."""
+    """Same kernel, same lists: areas and widths from the model's limits change addresses only."""
     from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
     from bi_sparse_attn.vllm_attention import BatchInvariantAttention

@@ -8,7 +8,6 @@ projection; what it replaces is listed at :class:`BatchInvariantAttention`.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ from .capacity import SparseCapacity
 from .combine_indices import combine_topk_swa
 from .decode_slots import fill_decode_slots_
 from .gather_kv import gather_decode_kv
-from .prefill_plan import plan_prefill_chunks
 
 __all__ = ["BatchInvariantAttention", "batch_invariant_class", "select_attention_class"]
 
@@ -69,7 +67,9 @@ class BatchInvariantAttention:
 
     * Decode gathers the token's own rows and runs prefill's kernel, ``flash_mla_sparse_fwd``, over the same ordered
       list. Tokens come in slices of constant size; a padding token has length 0.
-    * Prefill takes one request at a time, at offsets and widths from the model's limits.
+    * Prefill gives every request an area of its own, of a size from the model's limits, and a constant number of
+      requests go side by side: where a request lies follows from its place in the batch, and addresses are no part of
+      the arithmetic.
     * ``kv_score`` of both compressors comes from the fixed-order product.
     * The workspace for all of it is reserved in the dummy run, before vLLM locks its size.
     * The output projection stays vLLM's, with the scale format of the architecture checked.
@@ -235,44 +235,48 @@ class BatchInvariantAttention:
         rows, indices, lengths = _workspace(_prefill_buffers(self.capacity))
         decodes, total = window.num_decodes, window.num_decodes + window.num_prefills
         bounds = window.query_start_loc_cpu[decodes : total + 1].tolist()
-        gather_starts = window.prefill_seq_lens - window.prefill_gather_lens
-        query_lens = [stop - start for start, stop in itertools.pairwise(bounds)]
-        for chunk in plan_prefill_chunks(query_lens, chunk_tokens=self.capacity.max_num_batched_tokens):
-            one = slice(chunk.request, chunk.request + 1)
-            seq_len = window.prefill_seq_lens[one]
-            offset = bounds[chunk.request] - bounds[0]
-            tokens = slice(offset + chunk.start, offset + chunk.stop)
-            count = chunk.stop - chunk.start
+        count = bounds[-1] - bounds[0]
+        request = window.token_to_req_indices[window.num_decode_tokens :][:count].long() - decodes
+        gather_starts = (window.prefill_seq_lens - window.prefill_gather_lens)[request]
+        # A request's area: by its place among the step's requests, of a size that no neighbour changes.
+        side_by_side = self.capacity.prefill_requests
+        row_offsets = request % side_by_side * self.capacity.workspace_rows
+        for first in range(0, window.num_prefills, side_by_side):
+            group = slice(first, min(first + side_by_side, window.num_prefills))
+            tokens = slice(bounds[group.start] - bounds[0], bounds[group.stop] - bounds[0])
+            areas = rows[: group.stop - group.start]
+            seq_lens = window.prefill_seq_lens[group]
             if compressed is not None:
                 dequantize_and_gather_k_cache(
-                    rows.unsqueeze(0),
+                    areas,
                     self.kv_cache,
-                    seq_lens=seq_len // self.compress_ratio,
+                    seq_lens=seq_lens // self.compress_ratio,
                     gather_lens=None,
-                    block_table=compressed.block_table[decodes:][one],
+                    block_table=compressed.block_table[decodes:][group],
                     block_size=self._compressed_block_size(compressed),
                     offset=0,
                 )
             dequantize_and_gather_k_cache(
-                rows.unsqueeze(0),
+                areas,
                 self.swa_cache_layer.kv_cache,
-                seq_lens=seq_len,
-                gather_lens=window.prefill_gather_lens[one],
-                block_table=window.block_table[decodes:][one],
+                seq_lens=seq_lens,
+                gather_lens=window.prefill_gather_lens[group],
+                block_table=window.block_table[decodes:][group],
                 block_size=window.block_size,
                 offset=self.capacity.compressed_rows,
             )
-            combine_topk_swa(
+            lists = combine_topk_swa(
                 self._prefill_entries(tokens, positions, compressed, window),
                 positions[tokens],
-                gather_starts[one].expand(count).contiguous(),
+                gather_starts[tokens],
                 compress_ratio=self.compress_ratio,
                 window_size=self.capacity.window_size,
                 compressed_rows=self.capacity.compressed_rows,
-                out_indices=indices[:count],
-                out_lengths=lengths[:count],
+                row_offset=row_offsets[tokens],
+                out_indices=indices[: tokens.stop - tokens.start],
+                out_lengths=lengths[: tokens.stop - tokens.start],
             )
-            self._attend(q[tokens], rows, indices[:count], lengths[:count], output[tokens])
+            self._attend(q[tokens], areas, *lists, output[tokens])
 
     def _prefill_entries(self, tokens: slice, positions: torch.Tensor, compressed: Any, window: Any) -> torch.Tensor:
         """The compressed entries of prefill tokens, by their place among the step's prefill tokens."""
@@ -320,10 +324,10 @@ def _pages(cache: torch.Tensor) -> torch.Tensor:
 
 
 def _prefill_buffers(capacity: SparseCapacity) -> Sequence[BufferSpec]:
-    """Gathered rows of one request, and the lists of its new tokens."""
+    """Gathered rows of the requests that stand side by side, and the lists of their new tokens."""
     tokens = capacity.max_num_batched_tokens
     return (
-        ((capacity.workspace_rows, _HEAD_DIM), torch.bfloat16),
+        ((capacity.prefill_requests, capacity.workspace_rows, _HEAD_DIM), torch.bfloat16),
         ((tokens, capacity.combined_width), torch.int32),
         ((tokens,), torch.int32),
     )
