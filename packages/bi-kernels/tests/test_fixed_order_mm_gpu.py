@@ -10,7 +10,13 @@ from bi_kernels._ops import fixed_order_mm as op
 from bi_kernels.fixed_order_mm import CUDA_K, CUDA_N
 from bi_kernels.reference.fixed_order_mm import error_bound
 from bi_kernels.runtime.errors import ArgumentError
-from bi_kernels.testing import assert_batch_invariant, assert_bitwise_equal, bit_view, must_detect
+from bi_kernels.testing import (
+    assert_batch_invariant,
+    assert_bitwise_equal,
+    bit_view,
+    few_multiprocessors,
+    must_detect,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -20,37 +26,9 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids
 
 # Both sides of every number of rows at which some N changes its tiles or how they are shared.
 ROWS = (
-    *(
-        1,
-        2,
-        7,
-        8,
-        9,
-        16,
-        17,
-        32,
-        33,
-        63,
-        64,
-        65,
-        127,
-        128,
-        129,
-        192,
-        193,
-        255,
-        256,
-        257,
-        384,
-        385,
-        511,
-        512,
-        513,
-        640,
-        641,
-    ),
-    *(768, 769, 1023, 1024, 1025, 1088, 1089, 1408, 1409, 2047, 2048, 2049, 2112, 2113, 2816, 2817, 3000),
-)
+    1, 2, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129, 192, 193, 255, 256, 257, 384, 385, 511, 512, 513, 640,
+    641, 768, 769, 1023, 1024, 1025, 1088, 1089, 1408, 1409, 2047, 2048, 2049, 2112, 2113, 2816, 2817, 3000,
+)  # fmt: skip
 
 
 def operands(m, n, k, seed=0):
@@ -69,6 +47,18 @@ def test_every_number_of_rows_gives_the_same_bits(n, k):
         for first in (0, 1100):
             rows = x[first : first + m]
             assert_bitwise_equal(fixed_order_mm(rows, weight), every[first : first + m], f"M={m} from {first}")
+
+
+@pytest.mark.parametrize("count", [8, 24, 100])
+def test_the_number_of_multiprocessors_does_not_show(count):
+    for n, k in ((256, 4096), (1024, 7168), (2048, 2048)):
+        x, weight = operands(3000, n, k)
+        every = {m: fixed_order_mm(x[:m], weight) for m in (1, 65, 500, 3000)}
+        with few_multiprocessors(count) as found:
+            few = {m: fixed_order_mm(x[:m], weight) for m in every}
+        assert count <= found < torch.cuda.get_device_properties(0).multi_processor_count
+        for m, expected in every.items():
+            assert_bitwise_equal(few[m], expected, f"{found} multiprocessors, M={m}")
 
 
 @pytest.mark.parametrize(("n", "k"), [(256, 4096), (384, 7168), (2048, 2048)], ids=str)

@@ -13,7 +13,7 @@ from bi_kernels import Arch, ArgumentError, ScaleFormat, detect_arch, fused_silu
 from bi_kernels._ops import fused_silu_mul_per_token_group_quant as op
 from bi_kernels.reference import silu_mul_quant as reference
 from bi_kernels.scale_format import allocate_scales
-from bi_kernels.testing import assert_batch_invariant, assert_bitwise_equal
+from bi_kernels.testing import assert_batch_invariant, assert_bitwise_equal, few_multiprocessors
 
 pytestmark = pytest.mark.gpu
 
@@ -316,6 +316,16 @@ def test_direct_calls_are_checked_and_write_nothing(arch, change, match):
     torch.cuda.synchronize()
     for now, then in zip((q, s), before, strict=True):
         assert_bitwise_equal(now, then)
+
+
+@pytest.mark.parametrize("count", [8, 100])
+def test_the_number_of_multiprocessors_does_not_show(arch, count):
+    x = random_rows(3000, 2048)
+    expected = fused_silu_mul_per_token_group_quant(x)
+    with few_multiprocessors(count):
+        few = fused_silu_mul_per_token_group_quant(x)
+    for got, want in zip(few, expected, strict=True):
+        assert_bitwise_equal(got, want)
 
 
 @pytest.mark.parametrize("offset", [1, 4], ids=lambda v: f"offset={v}")

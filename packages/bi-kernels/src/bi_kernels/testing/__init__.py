@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         num_threads,
         position_classes,
     )
+    from .multiprocessors import few_multiprocessors
     from .trace import Divergence, Rows, Trace, TraceError, first_divergence, probe, recording
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "assert_batch_invariant",
     "assert_bitwise_equal",
     "bit_view",
+    "few_multiprocessors",
     "first_difference",
     "first_divergence",
     "must_detect",
@@ -44,6 +46,7 @@ __all__ = [
 _MODULES = (
     dict.fromkeys(__all__, "invariance")
     | dict.fromkeys(("Difference", "assert_bitwise_equal", "bit_view", "first_difference"), "bitwise")
+    | {"few_multiprocessors": "multiprocessors"}
     | dict.fromkeys(("Divergence", "Rows", "Trace", "TraceError", "first_divergence", "probe", "recording"), "trace")
 )
 
