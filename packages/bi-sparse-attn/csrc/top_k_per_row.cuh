@@ -13,8 +13,12 @@
 // Short rows skip 1 and 2. If the list would overflow (plateaus, sorted rows, large k), 3 runs on the slices.
 #pragma once
 
+#ifdef __CUDACC__
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
+#else
+#include "host_cuda.h"  // tests/: blocks and clusters on a CPU
+#endif
 
 #include <algorithm>
 
@@ -31,9 +35,7 @@ constexpr uint32_t kTopKAlone = 8192;     // keys of a row that one block takes
 constexpr int kTopKMaxSplit = 8;          // blocks of a cluster that every GPU launches
 constexpr int64_t kTopKHeld = 4096;       // vectors of four keys that let two blocks share a multiprocessor
 constexpr int64_t kTopKMostHeld = 11264;  // and that one block has room for
-constexpr int kTopKFixedBytes = kTopKBins * 4 + kTopKList * 8;
 constexpr uint32_t kNoBin = ~0u;
-static_assert(kTopKFixedBytes + kTopKMostHeld * 16 + 1024 <= 232448);
 
 struct TopKArgs {
     const float* logits;
@@ -80,11 +82,19 @@ struct TopKRow {
     }
 };
 
-struct TopKShared {
+struct alignas(16) TopKShared {
     uint32_t above[kTopKWarps], equal[kTopKWarps];
     uint32_t bin, bin_above, bin_count;
     uint32_t split_above[kTopKMaxSplit], split_equal[kTopKMaxSplit];
 };
+
+constexpr int kTopKFixedBytes = sizeof(TopKShared) + kTopKBins * 4 + kTopKList * 8;
+static_assert(kTopKFixedBytes + kTopKMostHeld * 16 <= 232448);           // of one block
+static_assert(2 * (kTopKFixedBytes + kTopKHeld * 16 + 1024) <= 233472);  // of two on a multiprocessor
+
+#ifdef __CUDACC__
+extern __shared__ uint4 dynamic_shared[];
+#endif
 
 // What a block works with.
 struct TopKBlock {
@@ -380,9 +390,8 @@ __device__ __forceinline__ void load_slice(const TopKRow& row, uint32_t first, u
 
 __global__ void __launch_bounds__(kTopKThreads, 2) top_k_per_row_kernel(const TopKArgs args) {
     namespace cg = cooperative_groups;
-    extern __shared__ uint4 memory[];
-    __shared__ TopKShared shared;
-    uint32_t* histogram = reinterpret_cast<uint32_t*>(memory);
+    TopKShared& shared = *reinterpret_cast<TopKShared*>(dynamic_shared);
+    uint32_t* histogram = reinterpret_cast<uint32_t*>(dynamic_shared + sizeof(TopKShared) / sizeof(uint4));
     uint32_t* list_keys = histogram + kTopKBins;
     uint32_t* list_indices = list_keys + kTopKList;
     uint4* held = reinterpret_cast<uint4*>(list_indices + kTopKList);
@@ -449,13 +458,19 @@ inline int top_k_split(int64_t rows, int64_t columns, int processors) {
     return split;
 }
 
-inline cudaError_t top_k_per_row(TopKArgs args, int64_t rows, int64_t columns, int processors, cudaStream_t stream) {
-    if (rows == 0) return cudaSuccess;
-    const int split = top_k_split(rows, columns, processors);
+// Vectors of a slice to keep on chip; others are read again from memory.
+inline uint32_t top_k_held(int64_t columns, int split) {
     // A range that does not start at a multiple of four columns takes a vector more.
     const int64_t part = ((columns + 3) / 4 + split) / split;
     const int64_t need = split > 1 ? std::max(part, int64_t{kTopKAlone} / 4 + 1) : part;
-    args.held = static_cast<uint32_t>(std::min(need, need <= kTopKHeld + 1 ? kTopKHeld : kTopKMostHeld));
+    return static_cast<uint32_t>(std::min(need, need <= kTopKHeld + 1 ? kTopKHeld : kTopKMostHeld));
+}
+
+#ifdef __CUDACC__
+inline cudaError_t top_k_per_row(TopKArgs args, int64_t rows, int64_t columns, int processors, cudaStream_t stream) {
+    if (rows == 0) return cudaSuccess;
+    const int split = top_k_split(rows, columns, processors);
+    args.held = top_k_held(columns, split);
     const int bytes = kTopKFixedBytes + static_cast<int>(args.held) * 16;
 
     const auto kernel = top_k_per_row_kernel;
@@ -476,5 +491,6 @@ inline cudaError_t top_k_per_row(TopKArgs args, int64_t rows, int64_t columns, i
     launch.numAttrs = 1;
     return cudaLaunchKernelEx(&launch, kernel, args);
 }
+#endif
 
 }  // namespace bi
