@@ -6,8 +6,8 @@ that attention meets equal inputs. vLLM is imported inside the functions.
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def make_prompt(tag: int, length: int, *, repeat: int = 0) -> list[int]:
     return [tag, *tokens[1:]]
 
 
-@dataclass
+@dataclasses.dataclass
 class Run:
     """What came of a batch.
 
@@ -45,10 +45,10 @@ class Run:
         modes: How many steps ran in which graph mode.
     """
 
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    logprobs: dict[int, list[float | None]] = field(default_factory=dict)
-    digests: dict[int, torch.Tensor] = field(default_factory=dict)
-    modes: dict[str, int] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    logprobs: dict[int, list[float | None]] = dataclasses.field(default_factory=dict)
+    digests: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    modes: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def differences(one: Run, other: Run) -> tuple[list[str], int]:
@@ -88,7 +88,9 @@ class Engine:
         from bi_kernels.runtime import hooks
         from bi_sparse_attn.vllm_hook import PLAN
 
-        self.record = hooks.activate(PLAN)
+        # Also the hooks that are not ready because nobody has run this yet.
+        patches = tuple(dataclasses.replace(p, ready=True, needs="") for p in PLAN.patches_for("0.26.0"))
+        hooks.activate(dataclasses.replace(PLAN, patches=patches))
         if len(hooks.active_records()) == 1:
             os.environ["VLLM_PLUGINS"] = "none"  # the other packages, if installed, cannot start on their own
             _stand_in_for_other_packages()

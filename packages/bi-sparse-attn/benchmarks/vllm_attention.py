@@ -1,6 +1,7 @@
 """Time attention of a DeepSeek-V4 layer in vLLM 0.26 under the hooks, against vLLM's own.
 
-    python packages/bi-sparse-attn/benchmarks/bench_attention.py --out results/h200.jsonl
+    python packages/bi-sparse-attn/benchmarks/vllm_attention.py --out results/vllm/h200.jsonl
+    python packages/bi-sparse-attn/benchmarks/vllm_attention.py --table results/vllm/h200.jsonl
 
 Both sides are the layers' own methods, on the same caches, metadata and queries of 64 heads. Decode is replayed from
 CUDA graphs, vLLM's with its tile plan made beforehand; prefill is launched eagerly, as it is served. One JSON line per
@@ -235,11 +236,29 @@ def bench(op: str, shape: tuple[str, int, int], copy: Callable[[], float]) -> di
     }
 
 
+def table(path: Path) -> str:
+    """Decode attention by context and batch, as Markdown: vLLM's microseconds, ours, and their ratio."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    cells = {tuple(r["shape"]): r for r in records if r["op"] == "decode_attention"}
+    batches = sorted({batch for _, batch, _ in cells})
+    lines = ["| layer, context | " + " | ".join(f"batch {b}" for b in batches) + " |", "|---|" + "--:|" * len(batches)]
+    for kind, context in dict.fromkeys((kind, context) for kind, _, context in cells):
+        row = [cells[kind, batch, context] for batch in batches]
+        times = [f"{r['stock_us']:.1f} / {r['ours_us']:.1f} = {r['ratio']:.2f}" for r in row]
+        lines.append(f"| {kind}, {context} | " + " | ".join(times) + " |")
+    different = [r["shape"] for r in records if not r["bitwise"]]
+    return "\n".join([*lines, "", f"Bits alone and in the batch: different at {different or 'none of them'}."])
+
+
 def main() -> None:
     """Bench every shape and write the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="put the records here, in place of older ones of these ops")
+    parser.add_argument("--table", type=Path, help="only print the table of these records")
     args = parser.parse_args()
+    if args.table is not None:
+        print(table(args.table))
+        return
     from vllm.v1.worker.workspace import init_workspace_manager
 
     init_workspace_manager(torch.device("cuda"))
