@@ -72,6 +72,21 @@ assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True)), sys
 print(sys.argv[1], "equal")
 PY
 done
+timeout 60 python3 - <<'PY' || { echo "FlashMLA does not answer"; exit 1; }
+import torch
+from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd
+
+kv = torch.randn(1000, 1, 512, device="cuda").bfloat16()
+lengths = torch.tensor([0, 1, 64, 65, 640, 0], dtype=torch.int32, device="cuda")
+column = torch.arange(640, device="cuda", dtype=torch.int32)
+indices = torch.where(column < lengths.unsqueeze(1), column, -1).unsqueeze(1)
+q = torch.randn(6, 64, 512, device="cuda").bfloat16()
+out = torch.full_like(q, 7)
+flash_mla_sparse_fwd(q=q, kv=kv, indices=indices, sm_scale=512**-0.5, topk_length=lengths, out=out)
+assert not out[lengths == 0].any(), "a padding token's output is not zero"
+assert torch.equal(out[1], kv[0].expand(64, 512)), "one row, weight one"
+print("flash_mla equal")
+PY
 
 echo "== engine"
 timeout -k 5 "${SECONDS_ENGINE:-420}" $pytest "$tests/test_vllm_layers.py" -k "not self_tests and not contracts" \
