@@ -4,7 +4,8 @@
 #   ci/gpu/run_package.sh PACKAGE [WHEEL ...]
 #
 # Results go to $OUT (default build/gpu); $BI_PYTEST: more arguments, e.g. "-n 8". WHEEL: CUDA wheels of the package and
-# of bi-kernels; without any they are built here from the sources.
+# of bi-kernels; without any they are built here from the sources. One small call of every kernel comes first: a kernel
+# that hangs ends the run after a minute. $BI_LIMIT: seconds for the tests (default 600), and for each benchmark.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 package=${1:?PACKAGE, e.g. bi-kernels}
@@ -55,15 +56,21 @@ fi
     echo "command: bash ci/gpu/run_package.sh $package$(printf ' %s' "${@##*/}")"
 } | tee "$OUT/h200.txt"
 
+limit=${BI_LIMIT:-600}
+pytest=(python3 -X faulthandler -m pytest -p no:cacheprovider -p no:benchmark -q)
+echo "== every kernel once"
+timeout -k 5 60 "${pytest[@]}" -m gpu -o faulthandler_timeout=20 "packages/$package/tests/test_sanitizer_cases.py" 2>&1 |
+    tee "$OUT/smoke.txt"
+
 status=0
 echo "== tests"
 marker="gpu and not vllm"
 python3 -c 'import vllm' 2>/dev/null && marker=gpu
-python3 -m pytest -p no:cacheprovider -p no:benchmark -q -m "$marker" --durations=10 ${BI_PYTEST:-} \
+timeout -k 5 "$limit" "${pytest[@]}" -m "$marker" -o faulthandler_timeout=120 --durations=10 ${BI_PYTEST:-} \
     "packages/$package/tests" 2>&1 | tee "$OUT/tests.txt" || status=$?
 
 echo "== benchmarks"
 for script in "packages/$package"/benchmarks/bench_*.py; do
-    python3 "$script" --out "$OUT/h200.jsonl" 2>&1 | tee -a "$OUT/bench.txt" || status=$?
+    timeout -k 5 "$limit" python3 -X faulthandler "$script" --out "$OUT/h200.jsonl" 2>&1 | tee -a "$OUT/bench.txt" || status=$?
 done
 exit $status

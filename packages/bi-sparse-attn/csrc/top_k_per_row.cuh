@@ -35,7 +35,9 @@ constexpr uint32_t kTopKAlone = 8192;     // keys of a row that one block takes
 constexpr int kTopKMaxSplit = 8;          // blocks of a cluster that every GPU launches
 constexpr int64_t kTopKHeld = 4096;       // vectors of four keys that let two blocks share a multiprocessor
 constexpr int64_t kTopKMostHeld = 11264;  // and that one block has room for
+constexpr int kTopKFixedBytes = kTopKBins * 4 + kTopKList * 8;
 constexpr uint32_t kNoBin = ~0u;
+static_assert(kTopKFixedBytes + kTopKMostHeld * 16 + 1024 <= 232448);
 
 struct TopKArgs {
     const float* logits;
@@ -82,19 +84,11 @@ struct TopKRow {
     }
 };
 
-struct alignas(16) TopKShared {
+struct TopKShared {
     uint32_t above[kTopKWarps], equal[kTopKWarps];
     uint32_t bin, bin_above, bin_count;
     uint32_t split_above[kTopKMaxSplit], split_equal[kTopKMaxSplit];
 };
-
-constexpr int kTopKFixedBytes = sizeof(TopKShared) + kTopKBins * 4 + kTopKList * 8;
-static_assert(kTopKFixedBytes + kTopKMostHeld * 16 <= 232448);           // of one block
-static_assert(2 * (kTopKFixedBytes + kTopKHeld * 16 + 1024) <= 233472);  // of two on a multiprocessor
-
-#ifdef __CUDACC__
-extern __shared__ uint4 dynamic_shared[];
-#endif
 
 // What a block works with.
 struct TopKBlock {
@@ -390,8 +384,14 @@ __device__ __forceinline__ void load_slice(const TopKRow& row, uint32_t first, u
 
 __global__ void __launch_bounds__(kTopKThreads, 2) top_k_per_row_kernel(const TopKArgs args) {
     namespace cg = cooperative_groups;
-    TopKShared& shared = *reinterpret_cast<TopKShared*>(dynamic_shared);
-    uint32_t* histogram = reinterpret_cast<uint32_t*>(dynamic_shared + sizeof(TopKShared) / sizeof(uint4));
+#ifdef __CUDACC__
+    extern __shared__ uint4 memory[];
+    __shared__ TopKShared shared;
+#else
+    uint4* memory = host::shared_memory();
+    TopKShared& shared = *reinterpret_cast<TopKShared*>(memory + kTopKFixedBytes / 16 + args.held);
+#endif
+    uint32_t* histogram = reinterpret_cast<uint32_t*>(memory);
     uint32_t* list_keys = histogram + kTopKBins;
     uint32_t* list_indices = list_keys + kTopKList;
     uint4* held = reinterpret_cast<uint4*>(list_indices + kTopKList);
@@ -450,11 +450,11 @@ __global__ void __launch_bounds__(kTopKThreads, 2) top_k_per_row_kernel(const To
     select(args, list, counts.all_above, block, out, false);
 }
 
-// Blocks per row: enough to hold the row on chip, and more while multiprocessors would idle.
+// Blocks per row: enough to hold the row on chip, and more while each would have a multiprocessor to itself.
 inline int top_k_split(int64_t rows, int64_t columns, int processors) {
     int split = 1;
     while (split < kTopKMaxSplit && columns > 4 * kTopKHeld * split) split *= 2;
-    while (split < kTopKMaxSplit && columns > int64_t{kTopKAlone} && rows * split <= processors) split *= 2;
+    while (split < kTopKMaxSplit && columns > int64_t{kTopKAlone} && rows * split * 2 <= processors) split *= 2;
     return split;
 }
 

@@ -123,6 +123,8 @@ inline void sync_block() {
     }
 }
 
+inline uint4* shared_memory() { return current->block->shared.data(); }
+
 // Runs `kernel` in every thread of one cluster; what went wrong, or nothing.
 inline std::string run(uint32_t first_block, int blocks, int threads, size_t shared_bytes, uint32_t seed,
                        const std::function<void()>& kernel) {
@@ -175,7 +177,6 @@ inline std::string run(uint32_t first_block, int blocks, int threads, size_t sha
 
 #define threadIdx host::Index(host::current->id)
 #define blockIdx host::Index(host::current->block->id)
-#define dynamic_shared host::current->block->shared.data()
 namespace host {
 struct Index {
     uint32_t x;

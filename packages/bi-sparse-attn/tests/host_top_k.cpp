@@ -26,8 +26,8 @@ extern "C" const char* top_k_per_row(const float* logits, const int32_t* starts,
     error.clear();
     for (int64_t row = 0; row < rows && error.empty(); ++row) {
         error = host::run(static_cast<uint32_t>(row * split), split, bi::kTopKThreads,
-                          bi::kTopKFixedBytes + size_t{args.held} * 16, seed + static_cast<uint32_t>(row),
-                          [&] { bi::top_k_per_row_kernel(args); });
+                          bi::kTopKFixedBytes + size_t{args.held} * 16 + sizeof(bi::TopKShared),
+                          seed + static_cast<uint32_t>(row), [&] { bi::top_k_per_row_kernel(args); });
     }
     return error.c_str();
 }

@@ -101,7 +101,7 @@ def test_the_reference_has_the_same_bits_on_both_devices() -> None:
 
 
 # One number of rows for each split: a cluster of 8, 4 and 2 blocks, and one block where the row allows.
-@pytest.mark.parametrize("rows", [10, 33, 70, 200], ids=lambda n: f"rows={n}")
+@pytest.mark.parametrize("rows", [10, 33, 50, 200], ids=lambda n: f"rows={n}")
 @pytest.mark.parametrize("top_k", [1, 512, 2048, 3000], ids=lambda k: f"k={k}")
 def test_every_length_and_split(rows: int, top_k: int) -> None:
     for columns in LENGTHS:
