@@ -109,6 +109,7 @@ def test_the_emulation_sees_lanes_that_part_ways(tmp_path: Path) -> None:
         (300, 16_384, 1),
         (1, 32_768, 8),
         (64, 32_768, 2),
+        (33, 32_768, 4),
         (256, 32_768, 2),
         (256, 131_072, 8),
     ],
