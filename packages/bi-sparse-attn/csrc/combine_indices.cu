@@ -1,6 +1,8 @@
 // Checks and registration of the index lists' ops. The schemas are declared in Python.
 #include "combine_indices.cuh"
 
+#include <optional>
+
 #include "bi/torch_stable.h"
 
 namespace {
@@ -19,8 +21,8 @@ bi::Integers integers(const Tensor& t, const char* name, int64_t size, int32_t d
 }
 
 void combine_topk_swa(const Tensor& topk_indices, const Tensor& positions, const Tensor& gather_starts,
-                      const Tensor& indices, const Tensor& lengths, int64_t, int64_t window_size,
-                      int64_t compressed_rows, int64_t row_offset) {
+                      const std::optional<Tensor>& row_offsets, const Tensor& indices, const Tensor& lengths, int64_t,
+                      int64_t window_size, int64_t compressed_rows, int64_t row_offset) {
     const int32_t device = topk_indices.get_device_index();
     bi::check_tensor(topk_indices, "topk_indices", Type::Int, "int32", 2, device);
     const int64_t tokens = topk_indices.size(0), top_k = topk_indices.size(1);
@@ -35,6 +37,7 @@ void combine_topk_swa(const Tensor& topk_indices, const Tensor& positions, const
         .topk = static_cast<const int32_t*>(topk_indices.const_data_ptr()),
         .positions = integers(positions, "positions", tokens, device),
         .gather_starts = integers(gather_starts, "gather_starts", tokens, device),
+        .row_offsets = row_offsets ? integers(*row_offsets, "row_offset", tokens, device) : bi::Integers{},
         .indices = static_cast<int32_t*>(indices.mutable_data_ptr()),
         .lengths = static_cast<int32_t*>(lengths.mutable_data_ptr()),
         .topk_row = topk_indices.stride(0),

@@ -23,7 +23,7 @@ struct Integers {
 
 struct CombineArgs {
     const int32_t* topk;
-    Integers positions, gather_starts;
+    Integers positions, gather_starts, row_offsets;  // row_offsets: on top of row_offset, null for none
     int32_t* indices;
     int32_t* lengths;
     int64_t topk_row, topk_column, indices_row, indices_column, lengths_stride;
@@ -34,6 +34,7 @@ __global__ void __launch_bounds__(kIndexThreads) combine_topk_swa_kernel(const C
     const int64_t token = blockIdx.x;
     const int32_t* topk = a.topk + token * a.topk_row;
     const int64_t position = a.positions.at(token);
+    const int64_t offset = a.row_offset + (a.row_offsets.data == nullptr ? 0 : a.row_offsets.at(token));
     int64_t compressed = 0, length = 0, window = 0;
     if (position >= 0) {  // a padding token's row of topk may hold anything
         for (int64_t base = 0; base < a.top_k; base += kIndexThreads) {
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kIndexThreads) combine_topk_swa_kernel(const C
     if (threadIdx.x == 0) a.lengths[token * a.lengths_stride] = static_cast<int32_t>(length);
     for (int64_t c = threadIdx.x; c < a.width; c += kIndexThreads) {
         int64_t index = -1;
-        if (c < length) index = a.row_offset + (c < compressed ? topk[c * a.topk_column] : window + c);
+        if (c < length) index = offset + (c < compressed ? topk[c * a.topk_column] : window + c);
         a.indices[token * a.indices_row + c * a.indices_column] = static_cast<int32_t>(index);
     }
 }

@@ -51,6 +51,16 @@ def test_combined_lists(count: int, top_k: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_row_offsets_by_token(dtype: torch.dtype) -> None:
+    inputs = tokens(300, 512, seed=7)
+    constants = CONSTANTS | {"row_offset": (torch.arange(300) * 7919 % 1_000_003).to(dtype)}
+    want = combine_topk_swa(*inputs, **constants)
+    got = combine_topk_swa(*(t.cuda() for t in inputs), **(constants | {"row_offset": constants["row_offset"].cuda()}))
+    for a, b in zip(got, want, strict=True):
+        assert_bitwise_equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("width", [0, 128, 8192])
 def test_c128_lists(width: int, dtype: torch.dtype) -> None:
     positions = torch.tensor([-1, 0, 126, 127, 128, 255, 128 * width - 1], dtype=dtype).clamp(max=128 * width + 126)
@@ -109,7 +119,7 @@ def test_opcheck() -> None:
     topk, positions, starts = (t.cuda() for t in tokens(3, 8, seed=6))
     out = torch.zeros(3, 256, dtype=torch.int32, device="cuda")
     for name, arguments in (
-        ("combine_topk_swa", (topk, positions, starts, out, out[:, 0].clone(), 4, 128, 5000, 0)),
+        ("combine_topk_swa", (topk, positions, starts, None, out, out[:, 0].clone(), 4, 128, 5000, 0)),
         ("c128_indices", (positions, out)),
     ):
         torch.library.opcheck(_OPS[name], arguments, test_utils=("test_schema", "test_faketensor"))
