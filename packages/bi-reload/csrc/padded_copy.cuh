@@ -14,8 +14,8 @@ constexpr int kPaddedCopyThreads = 256;
 struct PaddedCopyArgs {
     void* dst;
     const void* src;
-    int64_t elements;   // of dst
-    int64_t src_rows;   // rows from there on are filled
+    int64_t elements;  // of dst
+    int64_t src_rows;  // rows from there on are filled
     int64_t pad_bits;
     int dims;
     int64_t sizes[kPaddedCopyDims];  // of dst
@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(kPaddedCopyThreads) padded_copy_kernel(const _
 template <class Bits>
 cudaError_t launch_padded_copy(const PaddedCopyArgs& a, int processors, cudaStream_t stream) {
     const int64_t enough = (a.elements + kPaddedCopyThreads - 1) / kPaddedCopyThreads, most = int64_t{16} * processors;
-    padded_copy_kernel<Bits><<<static_cast<unsigned>(enough < most ? enough : most), kPaddedCopyThreads, 0, stream>>>(a);
+    padded_copy_kernel<Bits>
+        <<<static_cast<unsigned>(enough < most ? enough : most), kPaddedCopyThreads, 0, stream>>>(a);
     return cudaGetLastError();
 }
 

@@ -1,6 +1,6 @@
 """Time the selector against vLLM's selectors, ``torch.topk``, and a plain copy.
 
-    python packages/bi-sparse-attn/benchmarks/bench_top_k.py --out results/h200.jsonl
+    python packages/bi-sparse-attn/benchmarks/bench_top_k_per_row.py --out results/h200.jsonl
 
 One JSON line per shape (rows, columns): op, shape, top_k, scores, stock (the fastest of vLLM's), stock_us, ours_us,
 ratio (stock / ours), others_us (every other selector), gb_s (bytes read and written by ours), percent_of_copy, bitwise
