@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Prove bi-reload inside a real vLLM 0.26 engine: mHC in its modules, the reload A, B, A with captured graphs, its speed.
+# Prove bi-reload inside a real vLLM 0.26 engine: mHC in its modules, the reload A, B, A with captured
+# graphs, the speed of both against vLLM's own.
 #
 #   ci/gpu/run_bi_reload_vllm.sh BI_KERNELS_WHEEL BI_RELOAD_WHEEL     results go to $OUT (default build/gpu)
 #
@@ -32,7 +33,23 @@ echo "== engines"
 BI_RELOAD_A=$work/1 BI_RELOAD_B=$work/2 BI_RELOAD_LIMIT=400 timeout -s KILL 430 $pytest -o faulthandler_timeout=0 -m gpu \
     --basetemp "$work/pytest" packages/bi-reload/tests/test_vllm_engine.py 2>&1 | tee "$OUT/engine.txt" || status=$?
 tar -C "$work/pytest" -czf "$OUT/records.tgz" . || status=$?
-echo "== speed"
+echo "== mHC against vLLM's"
+benchmarks=packages/bi-reload/benchmarks
+pids=() # vLLM compiles a kernel per shape, seconds each and one after another in one process
+for hidden in 2048 4096 7168; do
+    for tokens in "1 8" "16 32" 128 1024 4096; do
+        for op in pre post head; do
+            timeout -s KILL 240 python3 $benchmarks/bench_mhc_$op.py --compile --hidden $hidden --tokens $tokens \
+                >"$work/compile.$op.$hidden.${tokens// /-}" 2>&1 || exit 1
+        done &
+        pids+=($!)
+    done
+done
+for pid in "${pids[@]}"; do wait "$pid" || { tail -n 5 "$work"/compile.*; status=1; }; done
+for op in pre post head; do
+    timeout -s KILL 120 python3 $benchmarks/bench_mhc_$op.py --out "$OUT/h200.jsonl" 2>&1 | tee -a "$OUT/bench-mhc.txt" || status=$?
+done
+echo "== speed of a reload"
 timeout -s KILL 400 python3 packages/bi-reload/benchmarks/bench_reload.py --checkpoint "$work/2" --out "$OUT/h200.jsonl" 2>&1 |
     tee "$OUT/bench-reload.txt" || status=$?
 exit $status

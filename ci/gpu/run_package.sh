@@ -15,7 +15,7 @@ OUT=${OUT:-build/gpu}
 mkdir -p "$OUT"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-export PYTHONPATH="$work/site${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$work/site:$PWD/packages/bi-kernels/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
 
 unpack() { python3 -m pip install -q --no-deps --no-index --no-compile --upgrade --target "$work/site" "$@"; }
 if [ $# = 0 ]; then
@@ -70,7 +70,8 @@ timeout -k 5 "$limit" "${pytest[@]}" -m "$marker" -o faulthandler_timeout=120 --
     "packages/$package/tests" 2>&1 | tee "$OUT/tests.txt" || status=$?
 
 echo "== benchmarks"
-for script in "packages/$package"/benchmarks/bench_*.py; do
+for source in "packages/$package"/csrc/*.cu; do # other benchmarks need vLLM or several GPUs
+    script=packages/$package/benchmarks/bench_$(basename "$source" .cu).py
     timeout -k 5 "$limit" python3 -X faulthandler "$script" --out "$OUT/h200.jsonl" 2>&1 | tee -a "$OUT/bench.txt" || status=$?
 done
 exit $status

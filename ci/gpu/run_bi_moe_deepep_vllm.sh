@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Prove bi-moe-deepep on a GPU host, in stages of their own. No network, no nox; every step has a time limit.
+# Prove the hooks and transports of bi-moe-deepep on a GPU host, in two stages; every step has a time limit.
 #
-#   ci/gpu/run_bi_moe_deepep.sh kernels|vllm|dispatch WHEEL...     results go to $OUT (default build/gpu)
+#   ci/gpu/run_bi_moe_deepep_vllm.sh vllm|dispatch WHEEL...     results go to $OUT (default build/gpu)
 #
-# kernels   one GPU: a smoke test of ten seconds, the kernels against the references, compute-sanitizer, benchmarks
 # vllm      one GPU and vLLM 0.26 on the import path: the hooks in vLLM's layers, then their benchmark. Cold, DeepGEMM
 #           compiles some fifty kernels, of a few seconds each; its cache is packed into $OUT for the next machine.
 # dispatch  two GPUs of one host: NCCL, and DeepEP if its wheel is among WHEEL...
@@ -11,7 +10,7 @@
 # WHEEL... are CUDA wheels of bi-kernels and bi-moe-deepep.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-stage=${1:?kernels, vllm or dispatch}
+stage=${1:?vllm or dispatch}
 shift
 OUT=$(realpath -m "${OUT:-build/gpu}")
 mkdir -p "$OUT"
@@ -37,13 +36,6 @@ step() {
 run_tests=(python3 -m pytest -p no:cacheprovider -p no:benchmark -q -o faulthandler_timeout=60 --durations=8)
 
 case $stage in
-kernels)
-    step 60 smoke.txt "${run_tests[@]}" -m gpu "$package/tests/test_sanitizer_cases.py" || exit 1
-    step 180 tests.txt "${run_tests[@]}" -m "gpu and not vllm" "$package/tests"
-    OUT=$OUT step 240 sanitizer.txt bash ci/gpu/sanitize.sh bi-moe-deepep
-    step 60 bench.txt python3 "$package/benchmarks/bench_stage_tokens.py" --out "$OUT/h200.jsonl"
-    step 60 bench.txt python3 "$package/benchmarks/bench_combine_ordered.py" --out "$OUT/h200.jsonl"
-    ;;
 vllm)
     export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_DEEP_GEMM_WARMUP=skip VLLM_ENABLE_V1_MULTIPROCESSING=0
     layers=("${run_tests[@]}" -s -m vllm "$package/tests/test_vllm_layers.py")
@@ -56,7 +48,7 @@ dispatch)
     step 150 dispatch.txt python3 "$package/benchmarks/bench_dispatch.py" --ranks 2 --out "$OUT/h200.jsonl"
     ;;
 *)
-    echo "stage: expected kernels, vllm or dispatch, got $stage" >&2
+    echo "stage: expected vllm or dispatch, got $stage" >&2
     exit 2
     ;;
 esac

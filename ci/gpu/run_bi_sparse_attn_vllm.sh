@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prove the attention hooks of bi-sparse-attn inside vLLM 0.26.0, on one Hopper GPU. No network, no nox.
 #
-#   ci/gpu/run_vllm_attention.sh WHEEL ...       CUDA wheels of bi-kernels and bi-sparse-attn
+#   ci/gpu/run_bi_sparse_attn_vllm.sh WHEEL ...       CUDA wheels of bi-kernels and bi-sparse-attn
 #
 # vLLM is importable already; its environment is set here. Results go to $OUT (default build/gpu). Each step has a hard
 # limit in seconds, $SECONDS_ENGINE (default 420) that of the engine, of which about 150 are compiling on a machine without
