@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from bi_kernels.reference.numerics import canonical_nan, exp, mm_rn, to_bf16, tree_sum
+from bi_kernels.reference.numerics import canonical_nan, exp, mm_rn, sqrt, to_bf16, tree_sum
 from bi_kernels.runtime.checks import check_value
 
 __all__ = [
@@ -148,12 +148,8 @@ def squares_relative_error(k: int) -> float:
 
 
 def reciprocal_rms(sum_squares: torch.Tensor, count: int, eps: float) -> torch.Tensor:
-    """``1 / sqrt(sum_squares / count + eps)`` in float32, each step rounded once.
-
-    The root goes through float64, as torch's float32 root on a CPU is the vector library's, off by a bit for every
-    fifth number. A root lies at least ``2**-50`` off the middle of two float32, so the second rounding is innocuous.
-    """
-    return 1.0 / torch.sqrt((sum_squares / count + eps).double()).float()
+    """``1 / sqrt(sum_squares / count + eps)`` in float32, each step rounded once."""
+    return 1.0 / sqrt(sum_squares / count + eps)
 
 
 def collapse_streams(pre: torch.Tensor, streams: list[torch.Tensor]) -> torch.Tensor:
