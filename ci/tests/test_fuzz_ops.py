@@ -100,6 +100,12 @@ CALLS: dict[Callable[..., Any], Callable[[], Arguments]] = {
         "compressed_slots": ints(0, -1, 1, 2, dtype=I64).view(2, 2),
         "window_slots": ints(0, 1, -1, 3, -1, -1, dtype=I64).view(2, 3),
         "compressed_block_size": 4, "window_block_size": 8},
+    sparse.fill_decode_slots_: lambda: {
+        "compressed_slots": torch.full((2, 3), 7), "window_slots": torch.full((2, 8), 7),
+        "topk_indices": ints(0, 2, -1, 0, -1, -1).view(2, 3), "positions": ints(12, 5, dtype=I64),
+        "requests": ints(1, 0), "is_token": torch.tensor([True, True]), "compressed_table": ints(0, 1, 2, 3).view(2, 2),
+        "window_table": ints(0, 1, 2, 3).view(2, 2), "compress_ratio": 4, "compressed_block_size": 4,
+        "window_block_size": 8},
     sparse.mqa_logits: lambda: {
         "q": values(3, 2, 128, dtype=F8), "k": values(5, 128, dtype=F8), "k_scale": scales(5),
         "weights": values(3, 2, dtype=F32), "row_starts": ints(0, 0, 2), "row_ends": ints(5, 1, 2),
@@ -159,6 +165,8 @@ def filled(value: float) -> Callable[[torch.Tensor], Any]:
     def fill(t: torch.Tensor) -> torch.Tensor:
         if t.dtype.is_floating_point:
             return torch.full(t.shape, value).to(t.dtype)
+        if t.dtype == torch.bool:
+            return torch.full(t.shape, value > 0)
         info = torch.iinfo(t.dtype)
         whole = 0 if math.isnan(value) else int(max(info.min, min(info.max, value)))
         return torch.full(t.shape, whole, dtype=t.dtype)
@@ -215,8 +223,11 @@ def content(value: Any) -> Any:
     return value.dtype, value.shape, value.stride(), plain.view(U8).tolist() if plain.numel() else []
 
 
+WRITTEN = ("dst", "param", "cache", "row_starts", "row_ends", "compressed_slots", "window_slots")
+
+
 def is_output(op: Callable[..., Any], name: str) -> bool:
-    in_place = op.__name__.endswith("_") and name in ("dst", "param", "cache", "row_starts", "row_ends")
+    in_place = op.__name__.endswith("_") and name in WRITTEN
     return in_place or name.startswith("out")
 
 
