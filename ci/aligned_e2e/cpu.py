@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -19,28 +19,37 @@ import bi_kernels as bk
 
 from .config import Deployment, ModelConfig
 from .prompts import Request, load_book, make_requests
-from .report import Report, compare
+from .ranks import serve_ranks
+from .report import Comparison, Report, compare
 from .rollout import Plan, Schedule
-from .sides import NEW_SEED, OLD_SEED, Sides, recompute, reload_and_serve, serve
+from .sides import NEW_SEED, OLD_SEED, Recomputed, Served, Sides, recompute, reload_and_serve, serve, serve_again
 from .workers import Workers
 
 __all__ = ["run"]
 
 PACKAGES = ("bi-kernels", "bi-sparse-attn", "bi-moe-deepep", "bi-reload")
 
-# Many short prompts and a few long ones, around every boundary: pages of 64, the window of 128, blocks of 256, and
+# Many short prompts and some long ones, around every boundary: pages of 64, the window of 128, blocks of 256, and
 # 4 * index_topk = 256, past which top-k selects.
-SHORT = (*range(1, 10), 11, 13, 15, 16, 17, 19, 21, 23, 27, 31, 33, 39, 45, 51, 63, 64, 65, 80, 100, 127, 128, 129, 140)
-LONG = (255, 256, 257, 380, 400, 411, 420, 430, 440, 447, 455, 470)
+SHORT = (*range(1, 19), 21, 27, 31, 32, 33, 39, 45, 51, 63, 64, 65, 100, 127, 128, 129, 140, 191)
+LONG = (255, 256, 257, 300, 385, 411, 447, 470)
 PROMPT_LENGTHS = (*SHORT, *LONG)
-MAX_TOKENS = 46
+FAMILIES = ((400, 440), (430, 430, 430))  # a conversation that grows, and three samples of one prompt
+MAX_TOKENS = 84
 
+TOGETHER = Schedule("all together", max_num_seqs=48, max_num_batched_tokens=512, blocks=80)
+SHUFFLED = Schedule("shuffled", 36, 448, order_seed=2, ep_ranks=2, blocks=70)
 SCHEDULES = (
-    Schedule("all together", max_num_seqs=44, max_num_batched_tokens=512),
-    Schedule("small chunks", max_num_seqs=20, max_num_batched_tokens=64, order_seed=1),
-    Schedule("few at once, EP 2", max_num_seqs=22, max_num_batched_tokens=400, order_seed=2, ep_ranks=2),
-    Schedule("preempted", max_num_seqs=26, max_num_batched_tokens=256, order_seed=3, blocks=22),
+    TOGETHER,
+    SHUFFLED,
+    Schedule("alone, then a few", 16, 384, order_seed=1, alone=2, blocks=48),
+    Schedule("chunks of 1, 3, 127", 32, 160, order_seed=3, chunks=(1, 3, 127), blocks=64),
+    Schedule("preempted", 40, 256, order_seed=4, blocks=34),
 )
+REUSE = Schedule("prefix reuse", 24, 320, order_seed=5, blocks=80, prefix_caching=True)
+PARTLY = Schedule("prefix reuse, partly warm", 36, 320, order_seed=6, blocks=56, prefix_caching=True)
+RANKS = Schedule("expert parallel", 32, 256, order_seed=7, blocks=64)
+SHARES = ((1,), (3, 2), (2, 1, 0, 2))  # of the requests, per rank
 
 
 def run(console: Console) -> Report:
@@ -52,7 +61,7 @@ def run(console: Console) -> Report:
     started = time.monotonic()
     vocabulary, book = load_book()
     config, deployment = ModelConfig(vocab_size=vocabulary.size), Deployment()
-    requests = make_requests(book, PROMPT_LENGTHS, MAX_TOKENS)
+    requests = make_requests(book, PROMPT_LENGTHS, MAX_TOKENS, FAMILIES)
     report = Report(
         profile="cpu",
         packages={p: importlib.metadata.version(p) for p in PACKAGES},
@@ -66,28 +75,45 @@ def run(console: Console) -> Report:
         attestation=json.loads(bk.attest(required=PACKAGES).to_json()),
     )
     sides = Sides(config, deployment, requests)
+    runs: dict[str, Served] = {}
     with Progress(console=console) as progress, Workers(progress) as workers:
-        workers.track("rollout and reload", (len(SCHEDULES) + 2) * len(requests) * MAX_TOKENS)
-        reloading = workers.submit(
-            "reload to new weights and back", reload_and_serve, sides, (SCHEDULES[0], SCHEDULES[2])
-        )
-        serving = [workers.submit(f"rollout, {schedule.name}", serve, sides, schedule) for schedule in SCHEDULES]
-        first = workers.result(serving[0])
+        served = len(SCHEDULES) + 3 + len(SHARES) + 2  # reuse cold, warm and partly warm; reload there and back
+        workers.track("rollout and reload", served * len(requests) * MAX_TOKENS)
+        # The actor waits for the first, and the longest should not come last.
+        serving = {schedule.name: workers.submit(f"rollout, {schedule.name}", serve, sides, schedule)
+                   for schedule in SCHEDULES[:1]}  # fmt: skip
+        reloading = workers.submit("reload to new weights and back", reload_and_serve, sides, (TOGETHER, SHUFFLED))
+        for schedule in SCHEDULES[1:]:
+            serving[schedule.name] = workers.submit(f"rollout, {schedule.name}", serve, sides, schedule)
+        reusing = workers.submit("rollout, prefix reuse, cold and warm", serve_again, sides, REUSE, requests)
+        some = [replace(request, max_tokens=1) for request in requests[::2]]
+        partly = workers.submit(f"rollout, {PARTLY.name}", serve_again, sides, PARTLY, some)
+        for shares in SHARES:
+            name = _ranks_name(shares)
+            serving[name] = workers.submit(f"rollout, {name}", serve_ranks, sides, RANKS, shares)
+        first: Served = workers.result(serving[TOGETHER.name])
         recomputing = workers.submit("actor", recompute, sides, OLD_SEED, first.tokens)
         reloaded = workers.result(reloading)
         rechecking = workers.submit("actor, new weights", recompute, sides, NEW_SEED, reloaded.new.tokens)
-        runs = [workers.result(future) for future in serving]
-        expected = workers.result(recomputing).logprobs
-        actor = workers.result(rechecking)
-    report.schedules = [
-        compare(schedule.name, run, first.tokens, expected) for schedule, run in zip(SCHEDULES, runs, strict=True)
-    ]
+        for schedule in SCHEDULES:
+            runs[schedule.name] = workers.result(serving[schedule.name])
+        runs["prefix reuse, cold"], runs["prefix reuse, warm"] = workers.result(reusing)
+        runs[PARTLY.name] = workers.result(partly)[1]
+        for shares in SHARES:
+            runs[_ranks_name(shares)] = workers.result(serving[_ranks_name(shares)])
+        actor: Recomputed = workers.result(recomputing)
+        actor_new: Recomputed = workers.result(rechecking)
+
+    def against(name: str, run: Served, tokens: Mapping[str, Sequence[int]], expected: Recomputed) -> Comparison:
+        return compare(name, run, tokens, expected.logprobs, expected.digests)
+
+    report.schedules = [against(name, run, first.tokens, actor) for name, run in runs.items()]
     comparisons = [
-        compare("new weights", reloaded.new, reloaded.new.tokens, actor.logprobs),
-        compare("old weights again", reloaded.old, first.tokens, expected),
+        against("new weights", reloaded.new, reloaded.new.tokens, actor_new),
+        against("old weights again", reloaded.old, first.tokens, actor),
     ]
     problems = list(reloaded.problems)
-    if reloaded.fingerprints != actor.fingerprints:
+    if reloaded.fingerprints != actor_new.fingerprints:
         problems.append("weight fingerprints of rollout and actor differ after the reload")
     report.reload = {
         "ok": not problems and not any(c.tokens_different for c in comparisons),
@@ -97,16 +123,21 @@ def run(console: Console) -> Report:
         ),
         "problems": problems,
     }
-    report.coverage = _coverage(config, requests, first.tokens, [run.plan for run in runs], report)
+    report.coverage = _coverage(config, requests, first.tokens, {name: run.plan for name, run in runs.items()}, report)
     report.seconds = round(time.monotonic() - started, 1)
     return report
+
+
+def _ranks_name(shares: Sequence[int]) -> str:
+    empty = f", {shares.count(0)} empty" if 0 in shares else ""
+    return f"EP {len(shares)}, processes{empty}"
 
 
 def _coverage(
     config: ModelConfig,
     requests: Sequence[Request],
     tokens: Mapping[str, Sequence[int]],
-    plans: Sequence[Plan],
+    plans: Mapping[str, Plan],
     report: Report,
 ) -> dict[str, Any]:
     """Numbers that would be zero in a vacuous run. A zero fails the run."""
@@ -118,11 +149,21 @@ def _coverage(
         "total_tokens": sum(lengths),
         "tokens_past_topk_threshold": past,
         "a_quarter_past_topk_threshold": 4 * past >= sum(lengths),
-        "two_thousand_tokens_compared": min(c.tokens_compared for c in report.schedules) >= 2000,
-        "prefill_splits": sum(p.prefill_splits for p in plans),
-        "mixed_steps": sum(p.mixed_steps for p in plans),
-        "preemptions": sum(p.preemptions for p in plans),
-        "largest_decode": max(p.largest_decode for p in plans),
+        "eight_schedules": len(report.schedules) >= 8,
+        "four_thousand_tokens_compared": min(c.tokens_compared for c in report.schedules) >= 4000,
+        "prefill_splits": sum(p.prefill_splits for p in plans.values()),
+        "mixed_steps": sum(p.mixed_steps for p in plans.values()),
+        "steps_with_one_request": sum(p.single_steps for p in plans.values()),
+        "largest_decode": max(p.largest_decode for p in plans.values()),
+        "preemptions": sum(p.preemptions for p in plans.values()),
+        "cached_tokens_cold": plans["prefix reuse, cold"].cached_tokens,
+        "cached_tokens_warm": plans["prefix reuse, warm"].cached_tokens,
+        "cached_tokens_partly_warm": plans[PARTLY.name].cached_tokens,
+        "cached_blocks_evicted": sum(p.evictions for p in plans.values()),
+        "cached_blocks_checked": sum(p.blocks_checked for p in plans.values()),
+        "cached_blocks_unchanged": not any(p.blocks_changed for p in plans.values()),
+        "expert_ranks": max(p.ranks for p in plans.values()),
+        "empty_ranks": max(p.empty_ranks for p in plans.values()),
         "tokens_changed_by_new_weights": report.reload["tokens_changed_by_new_weights"],
     }
 

@@ -148,9 +148,7 @@ def test_compare_sees_one_bit_one_digest_one_token_and_one_missing_token(togethe
     assert row(digests=digests) == 1
     tokens = {**together.tokens, name: [together.tokens[name][0] ^ 1, *together.tokens[name][1:]]}
     assert row(tokens=tokens) == 1
-    shorter = [
-        of_all | {name: of_all[name][:-1]} for of_all in (together.tokens, together.logprobs, together.digests)
-    ]
+    shorter = [of_all | {name: of_all[name][:-1]} for of_all in (together.tokens, together.logprobs, together.digests)]
     assert row(tokens=shorter[0], logprobs=shorter[1], digests=shorter[2]) == 1
 
 

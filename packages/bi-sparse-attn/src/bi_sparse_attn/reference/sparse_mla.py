@@ -13,8 +13,8 @@ from bi_kernels.reference.numerics import canonical_nan, exp, exp_f64, log, mm_r
 __all__ = ["SparseMlaOutput", "sparse_mla_fwd"]
 
 _BLOCK = 64  # list entries that share one running maximum: part of the arithmetic
-_SHARED_TILE = 64  # tokens worked on together where they share rows: no part of the arithmetic
-_OWN_TILE = 64  # and where they do not: their rows in float64 stay in the last-level cache
+_SHARED_TILE = 128  # tokens worked on together where they share rows: no part of the arithmetic
+_OWN_TILE = 32  # and where they do not: their rows in float64 stay in the last-level cache
 _SHARING = 4  # entries per distinct row from which on it pays to multiply rows once for all tokens
 _F64_UNIT = 2.0**-53
 
@@ -173,6 +173,8 @@ class _OwnEntries:
     def __init__(self, q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, ok: torch.Tensor) -> None:
         self._q, self._kv, self._indices, self._ok = q, kv, indices, ok
         self._q_extent = _Extent.of(q)
+        # Memory that is new costs more than what is written to it.
+        self._memory = torch.empty((ok.shape[0] * _BLOCK, kv.shape[1]), dtype=torch.float64, device=kv.device)
 
     def scores(self, block: slice) -> torch.Tensor:
         ok = self._ok[:, block]
@@ -183,7 +185,7 @@ class _OwnEntries:
             # 0 * inf is NaN, and an entry that is not valid stands for some row that is there.
             self._rows[~ok] = 0
             self._extent = _Extent.of(self._rows)
-        self._rows64 = self._rows.double()
+        self._rows64 = self._memory[: ok.numel()].view(self._rows.shape).copy_(self._rows)
         return _mm_rn(self._q, self._q_extent, self._rows, self._rows64, self._extent)
 
     def weighted_sum(self, block: slice, p: torch.Tensor) -> torch.Tensor:
