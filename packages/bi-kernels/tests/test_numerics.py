@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from fractions import Fraction
 
 import pytest
@@ -169,6 +170,28 @@ def test_sigmoid_error_and_ends() -> None:
     assert ((numerics.sigmoid(x).double() - truth).abs() <= 3 * ulp(truth)).all()
     ends = torch.tensor([math.inf, -math.inf, 0.0, math.nan])
     assert_bitwise_equal(numerics.sigmoid(ends), torch.tensor([1.0, 0.0, 0.5, math.nan]))
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 8, 16, 17, 1000, 30_011])
+def test_sqrt_is_correctly_rounded_in_tensors_of_any_length(size: int) -> None:
+    x = torch.cat([torch.rand(20_000) * 100, torch.logspace(-44, 38, 10_011)])[:size]
+    want = [struct.pack("<f", math.sqrt(v)) for v in x.tolist()]  # math.sqrt is IEEE's, rounded once more
+    assert numerics.sqrt(x).view(torch.uint8).tolist() == list(b"".join(want))
+
+
+def test_sqrt_against_integers() -> None:
+    for v in torch.rand(2000).add(1e-3).tolist():
+        root = numerics.sqrt(torch.tensor([v])).item()
+        below, above = math.nextafter(root, 0.0), math.nextafter(root, 2.0)
+        half = 2.0**-25 * 2.0 ** math.frexp(root)[1]  # half a unit of float32
+        assert below < root < above
+        assert Fraction(root - half) ** 2 < Fraction(v) < Fraction(root + half) ** 2
+
+
+def test_sqrt_ends() -> None:
+    x = torch.tensor([0.0, -0.0, math.inf, -1.0, math.nan, 2.0**-149])
+    want = torch.tensor([0.0, -0.0, math.inf, math.nan, math.nan, 2.0**-75 * math.sqrt(2)])
+    assert_bitwise_equal(numerics.canonical_nan(numerics.sqrt(x)), want)
 
 
 def test_exp_f64_error_and_ends() -> None:

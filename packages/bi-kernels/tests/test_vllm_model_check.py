@@ -105,6 +105,23 @@ def test_a_self_test_that_breaks_is_a_blocker(model, monkeypatch):
     assert blocker.subject == "self-test op [H=4]"
 
 
+def test_self_tests_see_torchs_own_default_dtype(model, monkeypatch):
+    seen = []
+
+    def op(x):
+        seen.append(torch.zeros(1).dtype)
+        return x * 2
+
+    monkeypatch.setitem(globals(), "TESTS", [case(op)])
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it builds a model
+    try:
+        assert vllm_model_check.model_blockers(config()) == []
+        assert torch.get_default_dtype() is torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert set(seen) == {torch.float32}
+
+
 def test_on_another_gpu_nothing_is_run(model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
     monkeypatch.setitem(globals(), "TESTS", [case(lambda x: 1 / 0)])

@@ -1,5 +1,5 @@
 // The CUDA sources' arithmetic compiled for the host; test_kernel_arithmetic.py compares it with the references.
-#include "../csrc/select_experts.cuh"
+#include "../csrc/router.cuh"
 
 extern "C" {
 

@@ -60,14 +60,14 @@ def test_slots_in_another_order_are_noticed() -> None:
 
 def test_batch_invariance_and_its_twin() -> None:
     rows, slots, weights = (part.cuda() for part in batch(3, 6, 1024))
-    assert_batch_invariant(lambda s, w: combine_ordered(rows, s, w), slots, weights)
+    assert_batch_invariant(lambda s, w: combine_ordered(rows, s, w), (slots, weights))
 
     def dependent(s: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         flip = len(s) > 16
         s, w = (s.flip(1).contiguous(), w.flip(1).contiguous()) if flip else (s, w)
         return combine_ordered(rows, s, w, out_dtype=torch.float32)
 
-    must_detect(dependent, slots, weights, batch_sizes=(2, 33), neighbours=("random",))
+    must_detect(dependent, (slots, weights), batch_sizes=(2, 33), neighbours=("random",))
 
 
 def test_graphs_replay_and_only_the_output_is_written() -> None:

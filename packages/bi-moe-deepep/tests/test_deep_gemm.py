@@ -101,7 +101,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     """A GPU that is said to be there, and the state of the library each time that it was to be proven."""
     seen: list[dict[str, object]] = []
 
-    def prove(*, products: deep_gemm_proof.Products) -> tuple[SelfTestReport, ...]:
+    def prove(
+        shapes: deep_gemm_proof.DeepGemmShapes, *, products: deep_gemm_proof.Products
+    ) -> tuple[SelfTestReport, ...]:
+        assert shapes is deep_gemm_proof.V4_FLASH  # no vLLM is building a model here
         seen.append(dict(products.module.state))
         return (SelfTestReport("deep_gemm.fp8_gemm_nt", True, 48, "48 rows with equal bytes"),)
 

@@ -115,3 +115,13 @@ def test_other_libraries_are_refused(numbers: TorchTransport) -> None:
         DeepEPTransport(Old(), numbers)
     with pytest.raises(ContractError, match="found none"):
         DeepEPTransport(object(), numbers)
+
+
+def test_b51_filled_tensors_are_refused(numbers: TorchTransport) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ContractError, match="fill_uninitialized_memory: expected False beside DeepEP"):
+            DeepEPTransport(Buffer(), numbers)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    DeepEPTransport(Buffer(), numbers)

@@ -14,6 +14,8 @@ import torch
 from bi_kernels import Arch, ArgumentError, ContractError, UnsupportedArchError
 from bi_kernels.testing import assert_bitwise_equal
 from bi_moe_deepep import router_gate_logits, vllm_experts
+from bi_moe_deepep.deep_gemm_proof import V4_FLASH
+from bi_moe_deepep.vllm_model import deep_gemm_shapes
 from bi_moe_deepep.vllm_router import gate_linear_class
 
 MOE = "vllm.model_executor.layers.fused_moe"
@@ -215,6 +217,25 @@ def test_what_the_proof_found_stops_the_model(
     monkeypatch.setattr(vllm_experts, "_proof", lambda hidden, intermediate: [found] * (hidden == 4096))
     with pytest.raises(ContractError, match="position 3 of 33 differs"):
         vllm_experts.select_fp8_backend(stock)(config(), "w", "a")
+
+
+def test_deep_gemm_is_proven_on_the_models_own_shapes(model: SimpleNamespace) -> None:
+    vars(model).update(
+        hidden_size=2048,
+        moe_intermediate_size=256,
+        num_attention_heads=64,
+        head_dim=512,
+        q_lora_rank=512,
+        o_groups=8,
+        o_lora_rank=256,
+        index_n_heads=64,
+        index_head_dim=128,
+    )
+    shapes = deep_gemm_shapes()
+    assert shapes.experts == ((512, 2048), (2048, 256))
+    assert shapes.dense == (*shapes.experts, (1024, 2048), (32768, 512), (2048, 2048), (8192, 512))
+    model.model_type = "qwen3_moe"
+    assert deep_gemm_shapes() is V4_FLASH
 
 
 def test_fp4_experts_are_refused_by_name(model: SimpleNamespace) -> None:

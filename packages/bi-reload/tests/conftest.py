@@ -1,15 +1,39 @@
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 import torch
 
 
+def _load(name: str) -> ModuleType:
+    """A module beside this one: with pytest's importlib mode, tests cannot import their neighbours by themselves."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_load("fake_layerwise")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Not "pytest_plugins", which only the outermost conftest.py may set: all four suites may run in one go.
     config.pluginmanager.import_plugin("bi_kernels.testing.pytest_plugin")
+
+
+@pytest.fixture(scope="session")
+def oracle() -> ModuleType:
+    """The module ``_mhc_oracle.py``."""
+    return _load("_mhc_oracle")
 
 
 class MhcWeights(NamedTuple):

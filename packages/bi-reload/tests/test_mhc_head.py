@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,32 +10,19 @@ import torch
 
 from bi_kernels.runtime.errors import ArgumentError
 from bi_kernels.testing import assert_bitwise_equal
-from bi_reload import mhc_head, mhc_num_splits
+from bi_reload import mhc_head
 
-U = 2.0**-24
 Weights = Callable[..., Any]
 EPS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
 
 
 @pytest.mark.parametrize("hidden", [128, 320, 1024])
-def test_within_bound_of_float64(mhc_weights: Weights, hidden: int) -> None:
+def test_within_bound_of_float64(oracle: ModuleType, mhc_weights: Weights, hidden: int) -> None:
     residual = torch.randn(21, 4, hidden).bfloat16()
     fn, scale, base = mhc_weights(4 * hidden, 4, 1)
-    x, w = residual.flatten(1).double(), fn.double()
-    splits = mhc_num_splits(4 * hidden)
-    depth = math.ceil(math.log2(4 * hidden / splits + 64))
-    inverse = 1 / (x.square().mean(1, keepdim=True) + 1e-6).sqrt()
-    mixes = (x @ w.T) * inverse
-    # Roundings: pieces and their sum; the tree, division and eps under a root, then root, inverse and product.
-    error = splits * U * (x.abs() @ w.abs().T) * inverse + mixes.abs() * ((depth + splits + 2) / 2 + 3) * U
-    logits = mixes * scale.double() + base.double()
-    error = scale.double() * error + 2 * U * (logits.abs() + base.double().abs())
-    pre = torch.sigmoid(logits) + 1e-6
-    pre_error = error / 4 + 5 * U * pre
-    value = (pre[:, :, None] * residual.double()).sum(1)
-    bound = ((pre_error + 4 * U * pre)[:, :, None] * residual.double().abs()).sum(1)
+    flat = residual.flatten(1)
     result = mhc_head(residual, fn, scale, base, **EPS)
-    assert ((result.double() - value).abs() <= 1.001 * (bound + 2.0**-8 * (value.abs() + bound))).all()
+    oracle.check_head(result, residual, fn, scale, base, oracle.reference_error(flat, fn))
 
 
 def test_empty_batch_and_buffer(mhc_weights: Weights) -> None:

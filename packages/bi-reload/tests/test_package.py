@@ -41,3 +41,8 @@ def test_readme_example_runs_as_written() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(example.strip().splitlines()) <= 15
     exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_tables_are_generated_from_the_results() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "tables.py"), "--check"])
+    assert done.returncode == 0, "run python packages/bi-reload/benchmarks/tables.py"

@@ -27,6 +27,24 @@ def test_sizes_of_a_real_deployment(ratio: int, topk_width: int, combined_width:
     assert capacity.workspace_rows == compressed_rows + 128 + 8192
 
 
+@pytest.mark.parametrize(
+    ("ratio", "max_model_len", "slice_tokens", "requests"),
+    [
+        (0, 1_048_576, 128, 63),
+        (4, 1_048_576, 128, 1),
+        (128, 1_048_576, 48, 31),
+        (4, 131_072, 128, 12),
+        (0, 1024, 128, 63),
+    ],
+)
+def test_what_is_gathered_at_once_is_bounded(ratio: int, max_model_len: int, slice_tokens: int, requests: int) -> None:
+    capacity = SparseCapacity.from_model(**(LIMITS | {"max_model_len": max_model_len}), compress_ratio=ratio)
+    assert capacity.decode_slice_tokens == slice_tokens
+    assert capacity.prefill_requests == requests
+    assert capacity.decode_slice_tokens * capacity.combined_width <= 2**19
+    assert capacity.prefill_requests * capacity.workspace_rows <= 2**19
+
+
 @pytest.mark.parametrize(("max_model_len", "width"), [(1, 128), (16_384, 128), (16_385, 256), (40_000, 384)])
 def test_c128_width_rounds_up_twice(max_model_len: int, width: int) -> None:
     capacity = SparseCapacity.from_model(**(LIMITS | {"max_model_len": max_model_len}), compress_ratio=128)

@@ -53,6 +53,20 @@ def test_equals_the_oracle(data: st.DataObject, ratio: int, window: int, k: int,
     assert indices.tolist() == [padded(row, -(-(k + window) // 128) * 128) for row in expected]
 
 
+def test_row_offsets_by_token_equal_one_call_for_each() -> None:
+    topk, positions, starts = ints([[0, 4], [1, -1], [-1, -1]]), ints([700, 40, 3]), ints([500, 0, 0])
+    constants = {"compress_ratio": 4, "window_size": 8, "compressed_rows": 200}
+    offsets = ints([5000, 0, 9000], torch.int64)
+    together = combine_topk_swa(topk, positions, starts, row_offset=offsets, **constants)
+    for i, offset in enumerate(offsets.tolist()):
+        one = slice(i, i + 1)
+        alone = combine_topk_swa(topk[one], positions[one], starts[one], row_offset=offset, **constants)
+        for got, want in zip(together, alone, strict=True):
+            assert_bitwise_equal(got[one], want)
+    with pytest.raises(ArgumentError, match="row_offset"):
+        combine_topk_swa(topk, positions, starts, row_offset=offsets[:2], **constants)
+
+
 def test_b39_order_of_decode_and_prefill_tokens_does_not_matter() -> None:
     """Requests of 1, 17 and 1 tokens in one call: every token's lists equal those of its solo run."""
     generator = torch.Generator().manual_seed(39)

@@ -30,7 +30,7 @@ SLOTS = torch.tensor([3, -1, 0])
 ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "top_k_per_row_prefill": lambda: (torch.randn(2, 9), ints(0, 3), ints(9, 5), zeros(2, 4), 4),
     "combine_topk_swa": lambda: (
-        *(ints(0, -1).view(1, 2), ints(5), ints(4), zeros(1, 128), zeros(1)),
+        *(ints(0, -1).view(1, 2), ints(5), ints(4), None, zeros(1, 128), zeros(1)),
         *(4, 2, 3, 0),
     ),
     "c128_indices": lambda: (ints(300, -1), zeros(2, 128)),

@@ -53,3 +53,8 @@ def test_the_readme_example_runs_and_prints_what_it_says() -> None:
     code, printed = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README.read_text("utf-8"), re.S).groups()
     assert len(code.splitlines()) <= 15
     assert python(code) == printed
+
+
+def test_the_readme_tables_are_generated_from_the_results() -> None:
+    done = subprocess.run([sys.executable, str(README.parent / "benchmarks" / "tables.py"), "--check"], check=False)
+    assert done.returncode == 0, "run python packages/bi-sparse-attn/benchmarks/tables.py"

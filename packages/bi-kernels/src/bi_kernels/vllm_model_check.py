@@ -51,9 +51,13 @@ def model_blockers(vllm_config: Any) -> list[Blocker]:
     """
     blockers = model_hook_blockers() + config_blockers(vllm_config)
     if not any(_is_gpu_refusal(blocker) for blocker in blockers):
-        for blocker in _proofs(vllm_config.model_config.hf_config):
-            if blocker not in blockers:
-                blockers.append(blocker)
+        # vLLM builds a model with bfloat16 as torch's default dtype, which a self-test must not inherit.
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            blockers += [proof for proof in _proofs(vllm_config.model_config.hf_config) if proof not in blockers]
+        finally:
+            torch.set_default_dtype(dtype)
     return blockers
 
 

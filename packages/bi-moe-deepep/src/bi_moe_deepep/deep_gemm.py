@@ -117,6 +117,7 @@ def _dynamic() -> Finding:
     from bi_kernels.arch import Arch, detect_arch
 
     from .deep_gemm_proof import load_products, prove_deep_gemm
+    from .vllm_model import deep_gemm_shapes
 
     build = probe_deep_gemm()
     if not torch.cuda.is_available():
@@ -131,7 +132,7 @@ def _dynamic() -> Finding:
     else:
         return Finding(False, f"{build} without {_SWITCH}, on a GPU where tiles follow the rows; only Hopper's do not")
     with switched:
-        reports = prove_deep_gemm(products=products)
+        reports = prove_deep_gemm(deep_gemm_shapes(), products=products)
     rows = sum(report.comparisons for report in reports)
     return Finding(True, f"{build}: {len(reports)} self-tests, {rows} rows with equal bytes")
 

@@ -1,12 +1,14 @@
 """The bitwise proof that a DeepGEMM's FP8 products do not look at the batch: self-tests on a model's real (N, K).
 
 DeepGEMM picks tiles from the number of rows and from ``expected_m``, on Hopper never the order of a sum. That is tested
-here, on the device and the build that will run, before the first forward.
+here, on the device and the build that will run, before the first forward. It compiles a kernel for each tile that it
+meets, some fifty for a DeepSeek-V4, all of which serving needs too: minutes the first time, seconds from the cache.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -19,7 +21,7 @@ from bi_kernels.runtime.probe import SelfTest, SelfTestReport, run_self_test
 
 from .deep_gemm import PRODUCTS, DeepGemmBuild, mk_alignment, probe_deep_gemm
 
-__all__ = ["DeepGemmShapes", "Products", "deep_gemm_self_tests", "load_products", "prove_deep_gemm"]
+__all__ = ["V4_FLASH", "DeepGemmShapes", "Products", "deep_gemm_self_tests", "load_products", "prove_deep_gemm"]
 
 _BLOCK = 128
 _TEST_EXPERTS = 4  # as many as show the grouping; a model's 256 would cost memory and prove nothing more
@@ -119,6 +121,9 @@ def load_products(build: DeepGemmBuild | None = None) -> Products:
         raise ContractError(
             "DeepGEMM cannot be used", [Blocker("deep_gemm", "a build with its three FP8 products", found, _REMEDY)]
         )
+    wrappers = sys.modules.get("vllm.utils.deep_gemm")
+    if wrappers is not None:
+        wrappers._lazy_init()  # so that what is compiled here goes into the cache that vLLM reads
     module = importlib.import_module(build.module)
     named = [next(getattr(module, name) for name in names if hasattr(module, name)) for names in PRODUCTS]
     return Products(module, build.sha256, *named)

@@ -42,7 +42,9 @@ class DeepEPTransport:
         numbers: The same ranks over ``torch.distributed``; carries whole numbers, never tokens.
 
     Raises:
-        ContractError: The library's methods do not take what is needed.
+        ContractError: The library's methods do not take what is needed, or torch fills new tensors by itself (with
+            ``torch.use_deterministic_algorithms``): it does so on another stream than the library writes on, which
+            has made NaN (DeepEP#589).
 
     Source: deepseek-ai/DeepEP ``Buffer.low_latency_dispatch`` and ``low_latency_combine``; vLLM
     ``prepare_finalize/deepep_ll.py``.
@@ -58,6 +60,11 @@ class DeepEPTransport:
         self._buffer = buffer
         self._numbers = numbers
         self._arguments = {name: _keywords(buffer, name) for name in _WANTED}
+        filled = getattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        if torch.are_deterministic_algorithms_enabled() and filled:
+            setting = "torch.utils.deterministic.fill_uninitialized_memory"
+            blocker = Blocker(setting, "False beside DeepEP", "True", f"Set {setting} = False.")
+            raise ContractError("this DeepEP cannot be used", [blocker])
 
     def all_gather_ints(self, values: Sequence[int]) -> list[tuple[int, ...]]:
         """See :meth:`TorchTransport.all_gather_ints`."""

@@ -24,6 +24,7 @@ from .vllm_model import is_deepseek_v4
 __all__ = ["TRANSPORT", "expert_classes", "select_fp8_backend", "select_mxfp4_backend"]
 
 TRANSPORT = "BI_EP_TRANSPORT"
+_TRANSPORTS = (("", "deepep_low_latency"), ("nccl", "allgather_reducescatter"))  # the user names one, never both
 _ROWS = 128  # of one block in DeepGEMM's contiguous layout
 _MODULE = "vllm.model_executor.layers.fused_moe"
 
@@ -197,8 +198,7 @@ def expert_classes() -> tuple[type[Any], type[Any]]:
 def _setting_blockers(config: Any) -> list[Blocker]:
     """What this deployment asks for and the experts cannot give."""
     parallel = config.moe_parallel_config
-    asked = os.environ.get(TRANSPORT)
-    backend = "nccl" if asked == "nccl" else parallel.all2all_backend
+    asked = os.environ.get(TRANSPORT, "")
     checks = (
         ("moe_backend", config.moe_backend in ("auto", "deep_gemm"), "auto or deep_gemm", config.moe_backend),
         ("tensor parallel size", parallel.tp_size == 1, "1", parallel.tp_size),
@@ -206,7 +206,7 @@ def _setting_blockers(config: Any) -> list[Blocker]:
         ("sequence parallel size", parallel.sp_size == 1, "1", parallel.sp_size),
         ("enable_eplb", not parallel.enable_eplb, "False", parallel.enable_eplb),
         ("enable_lora", not config.is_lora_enabled, "False", config.is_lora_enabled),
-        (TRANSPORT, asked in (None, "", "nccl"), "nccl, or unset for DeepEP", asked),
+        (TRANSPORT, asked in ("", "nccl"), "nccl, or unset for DeepEP", asked),
         (
             "expert parallel size",
             parallel.use_all2all_kernels or parallel.ep_size == 1,
@@ -215,9 +215,9 @@ def _setting_blockers(config: Any) -> list[Blocker]:
         ),
         (
             "all2all_backend",
-            not parallel.use_all2all_kernels or backend in ("nccl", "deepep_low_latency"),
-            f"deepep_low_latency, or {TRANSPORT}=nccl",
-            parallel.all2all_backend,
+            not parallel.use_all2all_kernels or (asked, parallel.all2all_backend) in _TRANSPORTS,
+            f"deepep_low_latency, or {TRANSPORT}=nccl with allgather_reducescatter",
+            f"{parallel.all2all_backend} with {TRANSPORT} {asked or 'unset'}",
         ),
         ("width of an expert", config.intermediate_size_per_partition % _ROWS == 0, "a multiple of 128",
          config.intermediate_size_per_partition),

@@ -19,10 +19,8 @@ _KERNEL = f"{_MOE}.modular_kernel:FusedMoEKernelModularImpl"
 _DEEP_GEMM = "vllm.utils.deep_gemm"
 _PREVIEW = "https://github.com/vllm-project/vllm/pull/54955"
 
-_STAGED = (
-    "CUDA kernels of bi_moe_deepep::stage_tokens and bi_moe_deepep::combine_ordered, and the staged dispatch over a "
-    "real transport"
-)
+_RUN = "its run inside vLLM on a Hopper GPU (ci/gpu/run_bi_moe_deepep_vllm.sh vllm)"
+_TWO_GPUS = "its run on two Hopper GPUs (ci/gpu/run_bi_moe_deepep_vllm.sh dispatch), then in two vLLM engines"
 
 
 def _tensor_parallel(config: Any) -> str | None:
@@ -130,6 +128,8 @@ def _selection(target: str, replacement: str, *relies_on: str) -> Patch:
         "quantisation method imports the function by name, so its module is the place.",
         upstream=_PREVIEW,
         remove_when="vLLM's DeepGEMM experts claim batch invariance themselves, and are chosen by name",
+        ready=False,
+        needs=_RUN,
         relies_on=(
             f"{_MOE}.modular_kernel:FusedMoEExperts.is_supported_config",
             f"{_MOE}.modular_kernel:FusedMoEExperts._supports_batch_invariance",
@@ -147,11 +147,11 @@ def _prepare_finalize(oracle: str, replacement: str) -> Patch:
         why="On Hopper DeepEP's low-latency dispatch quantises by other scales than the local path, and a chunk beyond "
         "its capacity cannot be sent; every other backend rounds per rank and is refused, or replaced where "
         "BI_EP_TRANSPORT=nccl asks for it. vLLM binds the class DeepEPLLPrepareAndFinalize only where DeepEP is "
-        "installed, so its maker is the place, and returns a subclass.",
+        "installed, so its maker is the place.",
         upstream=f"{_PREVIEW}; https://github.com/deepseek-ai/DeepEP/pull/743",
         remove_when="vLLM dispatches at a fixed capacity, with scales equal to the local path's",
         ready=False,
-        needs=_STAGED,
+        needs=_TWO_GPUS,
         relies_on=(
             f"{_MOE}.all2all_utils:get_ep_all2all_manager",
             f"{_MOE}.prepare_finalize.deepep_ll:DeepEPLLPrepareAndFinalize",
@@ -177,6 +177,8 @@ PLAN = HookPlan(
             why="A trainer written for the preview asks by this name whether DeepGEMM may be used; vLLM lacks it.",
             upstream=f"{_PREVIEW}; https://github.com/sgl-project/DeepGEMM/pull/73",
             remove_when="vLLM ships the function",
+            ready=False,
+            needs=_RUN,
             relies_on=(
                 f"{_DEEP_GEMM}:_import_deep_gemm",
                 f"{_DEEP_GEMM}:_lazy_init",
@@ -193,6 +195,8 @@ PLAN = HookPlan(
             why="The trainer turns the contract on by this name, or expects an error; vLLM lacks it.",
             upstream=f"{_PREVIEW}; https://github.com/sgl-project/DeepGEMM/pull/73",
             remove_when="vLLM ships the function",
+            ready=False,
+            needs=_RUN,
         ),
         _selection(
             "vllm.model_executor.layers.quantization.fp8:select_fp8_moe_backend",
@@ -220,6 +224,8 @@ PLAN = HookPlan(
             "flag on it is invariant, but rounds the logits to bf16, where ties between experts become common.",
             upstream=f"{_PREVIEW}; https://github.com/vllm-project/vllm/pull/47410",
             remove_when="GateLinear gives fp32 logits with one reduction order for every M",
+            ready=False,
+            needs=_RUN,
             relies_on=(
                 f"{_MOE}.router.dsv4_topk:can_use_dsv4_topk",
                 f"{_MOE}.router.dsv4_topk:dsv4_topk",
@@ -238,7 +244,7 @@ PLAN = HookPlan(
             upstream=_PREVIEW,
             remove_when="vLLM stages low-latency dispatch at a fixed capacity",
             ready=False,
-            needs=_STAGED,
+            needs=_TWO_GPUS,
             relies_on=(
                 f"{_KERNEL}._allocate_buffers",
                 f"{_KERNEL}._finalize",

@@ -181,7 +181,7 @@ class LayerwiseReload:
             problems += [f"{name}: may not be kept after a reload that failed half-way" for name in sorted(self._keep)]
         if self._captured is not None:
             problems += [str(difference) for difference in self._captured.diff(self._model)]
-        _raise_all("the update does not fit the model", problems)
+        raise_all("the update does not fit the model", problems)
         self._ledger = self._captured if self._captured is not None else AddressLedger().record(self._model)
         self._loaded.clear()
         state.owner = weakref.ref(self)
@@ -199,8 +199,8 @@ class LayerwiseReload:
                 fails half-way, the reload ends and the model is not servable until a whole one succeeds.
         """
         state = self._open_state("load_bucket")
-        live = _destinations(self._model)
-        _raise_all("the bucket was refused, and nothing of it was written", self._bucket_problems(tensors, live))
+        live = destinations(self._model)
+        raise_all("the bucket was refused, and nothing of it was written", self._bucket_problems(tensors, live))
         for name, tensor in tensors.items():
             target = live[name]
             address = target.data_ptr()
@@ -216,7 +216,7 @@ class LayerwiseReload:
             if target.data_ptr() != address:
                 raise self._failure(state, f"the weight_loader of {name} moved it instead of writing in place")
             self._loaded.add(name)
-        now = _destinations(self._model)
+        now = destinations(self._model)
         replaced = [name for name in tensors if now.get(name) is not live[name]]
         if replaced:
             raise self._failure(state, f"weight_loaders replaced {', '.join(replaced)} instead of writing in place")
@@ -240,7 +240,7 @@ class LayerwiseReload:
             raise ReloadError(self._describe_missing(missing))
         state.wrote = True
         try:
-            report = _finalize(self._model, self._ledger, fingerprints=fingerprints)
+            report = finalize_in_place(self._model, self._ledger, fingerprints=fingerprints)
         except Exception as error:
             state.close(f"a reload failed in finish: {error}")
             raise
@@ -278,7 +278,7 @@ class LayerwiseReload:
         return getattr(target, "weight_loader", None)
 
     def _manifest_problems(self) -> list[str]:
-        live = _destinations(self._model)
+        live = destinations(self._model)
         problems = []
         for name in (name for name in (*self._manifest, *self._keep) if name not in live):
             problems.append(f"{name}: unknown, the model has no such parameter or persistent buffer")
@@ -390,12 +390,29 @@ def finalize_weights_after_layerwise_reload(model: nn.Module, *, fingerprints: b
             "finalize_weights_after_layerwise_reload: expected a finished reload, got one that is still open. "
             "Send the last bucket and call finish(), which calls this."
         )
-    return _finalize(model, AddressLedger().record(model), fingerprints=fingerprints)
+    return finalize_in_place(model, AddressLedger().record(model), fingerprints=fingerprints)
 
 
-def _finalize(model: nn.Module, ledger: AddressLedger, *, fingerprints: bool) -> ReloadReport:
+def mark_broken(model: nn.Module, reason: str) -> None:
+    """Have :func:`require_servable` refuse the model until :func:`mark_whole`. For whoever else drives a reload."""
+    _STATES.setdefault(model, _State()).broken = reason
+
+
+def mark_whole(model: nn.Module) -> None:
+    """A whole reload of the model has succeeded."""
+    if (state := _STATES.get(model)) is not None:
+        state.broken = ""
+
+
+def finalize_in_place(model: nn.Module, ledger: AddressLedger, *, fingerprints: bool = False) -> ReloadReport:
+    """Refresh derived weights and verify addresses; :func:`finalize_weights_after_layerwise_reload` without its check.
+
+    Raises:
+        ReloadError: Tensors are on the meta device. Nothing was written.
+        AddressMovedError: A tensor is not where ``ledger`` has it.
+    """
     meta = [f"{name}: on the meta device" for name, tensor in reachable_tensors(model) if tensor.is_meta]
-    _raise_all("the weights are not complete", meta)
+    raise_all("the weights are not complete", meta)
     refreshed: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for path, module in model.named_modules():
@@ -409,7 +426,7 @@ def _finalize(model: nn.Module, ledger: AddressLedger, *, fingerprints: bool) ->
                 refresh_mhc_broadcast_(broadcast, fn)
                 refreshed[f"{prefix}hc_attn_fn_broadcast"] = broadcast
     ledger.verify(model)
-    prints = weight_fingerprint({**_destinations(model), **refreshed}) if fingerprints else {}
+    prints = weight_fingerprint({**destinations(model), **refreshed}) if fingerprints else {}
     return ReloadReport(tuple(refreshed), len(ledger), fingerprints=prints)
 
 
@@ -425,7 +442,7 @@ def _attribute(module: object, name: str) -> torch.Tensor:
     return value
 
 
-def _destinations(model: nn.Module) -> dict[str, torch.Tensor]:
+def destinations(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer under all its names: what an update may write."""
     live: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
@@ -435,7 +452,8 @@ def _destinations(model: nn.Module) -> dict[str, torch.Tensor]:
     return live
 
 
-def _raise_all(title: str, problems: list[str]) -> None:
+def raise_all(title: str, problems: list[str]) -> None:
+    """Raise a ReloadError that lists all problems, if there are any."""
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise ReloadError(f"{title} ({len(problems)}):\n{lines}\nCorrect all of them and send it again.")

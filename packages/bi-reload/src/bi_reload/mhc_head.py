@@ -30,7 +30,7 @@ def mhc_head(
     float32, rounded once to bfloat16.
 
     Args:
-        residual: ``(T, 4, H)`` bfloat16, contiguous; ``H`` a multiple of 64. T may be 0.
+        residual: ``(T, 4, H)`` bfloat16, contiguous; ``H`` a multiple of 64, on a GPU at most 16,384. T may be 0.
         fn: ``(4, 4 H)`` float32, contiguous.
         scale: ``(1,)`` float32.
         base: ``(4,)`` float32, contiguous.
@@ -46,6 +46,7 @@ def mhc_head(
     Raises:
         ArgumentError: An argument is not as described. Nothing was written.
         NativeLibraryError: CUDA tensors, and no kernel for them.
+        RuntimeError: As for :func:`bi_reload.mhc_pre`.
 
     Source:
         vLLM's ``hc_head_fused_kernel_tilelang``.

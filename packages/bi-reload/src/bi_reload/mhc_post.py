@@ -42,6 +42,7 @@ def mhc_post(
     Raises:
         ArgumentError: An argument is not as described. Nothing was written.
         NativeLibraryError: CUDA tensors, and no kernel for them.
+        RuntimeError: What only the kernel checks, before it writes: overlapping memory.
 
     Source:
         vLLM's ``mhc_post_tilelang``; design.md, "Settled numerics", mHC.

@@ -34,7 +34,8 @@ def mhc_pre(
     With ``x`` the ``4 H`` values of a token, all in float32, each step rounded once:
 
     1. ``mixes = (fn @ x) * (1 / sqrt(sum(x**2) / (4 H) + rms_eps))``. Both sums run over :func:`mhc_num_splits` pieces
-       of K, added ascending; in the reference each piece of the product is the exact sum rounded once.
+       of K, added ascending; in the reference each piece of the product is the exact sum rounded once, in the CUDA
+       kernel it is a fixed order of matrix-unit steps, within ``reference.mhc_pre.projection_error_bound``.
     2. ``pre = sigmoid(mixes[0:4] * scale[0] + base[0:4]) + hc_eps``,
        ``post = sigmoid(mixes[4:8] * scale[1] + base[4:8]) * post_mult``.
     3. ``comb`` ``[old stream, new stream]``: softmax of ``mixes[8:] * scale[2] + base[8:]`` over the new stream, plus
@@ -46,8 +47,8 @@ def mhc_pre(
        rounded one; with both from the rounded value, the fused norm equals the separate one.)
 
     Args:
-        residual: ``(T, 4, H)`` bfloat16, contiguous; ``H`` a multiple of 64. T may be 0.
-        fn: ``(24, 4 H)`` float32, contiguous. Rows 0-3 pre, 4-7 post, 8-23 comb (row-major).
+        residual: ``(T, 4, H)`` bfloat16, contiguous; ``H`` a multiple of 64, on a GPU at most 16,384. T may be 0.
+        fn: ``(24, 4 H)`` float32, contiguous, finite. Rows 0-3 pre, 4-7 post, 8-23 comb (row-major).
         scale: ``(3,)`` float32, contiguous: pre, post, comb.
         base: ``(24,)`` float32, contiguous.
         norm_weight: ``(H,)`` bfloat16, contiguous: the attention's or feed-forward's RMSNorm weight; None for no norm.
@@ -67,6 +68,8 @@ def mhc_pre(
     Raises:
         ArgumentError: An argument is not as described. Nothing was written.
         NativeLibraryError: CUDA tensors, and no kernel for them.
+        RuntimeError: What only the kernel checks, before it writes: overlapping memory, or memory that does not start
+            at a multiple of 16 bytes.
 
     Source:
         vLLM's ``mhc_pre_tilelang``; design.md, "Settled numerics", mHC.
@@ -108,7 +111,7 @@ def mhc_pre_broadcast(
     its own, so a model uses one of the two for layer 0, always.
 
     Args:
-        x: ``(T, H)`` bfloat16, contiguous; ``H`` a multiple of 64, at least 128. T may be 0.
+        x: ``(T, H)`` bfloat16, contiguous; ``H`` a multiple of 64, at least 128, on a GPU at most 16,384. T may be 0.
         fn_broadcast: ``(24, H)`` float32, contiguous, kept up to date by :func:`bi_reload.refresh_mhc_broadcast_`.
         scale: As for :func:`mhc_pre`.
         base: As for :func:`mhc_pre`.
@@ -128,6 +131,7 @@ def mhc_pre_broadcast(
     Raises:
         ArgumentError: An argument is not as described. Nothing was written.
         NativeLibraryError: CUDA tensors, and no kernel for them.
+        RuntimeError: As for :func:`mhc_pre`.
 
     Source:
         vLLM's ``mhc_pre_broadcast_tilelang``; design.md, "Settled numerics", mHC.

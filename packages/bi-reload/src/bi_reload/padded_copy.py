@@ -32,6 +32,7 @@ def padded_copy_(dst: torch.Tensor, src: torch.Tensor, *, pad_value: float) -> N
         ArgumentError: An argument is not as described. Nothing was written.
         ReloadError: ``dst`` or ``src`` is on the meta device: a copy into it would be silently lost.
         NativeLibraryError: CUDA tensors, and no kernel for them.
+        RuntimeError: CUDA tensors of more than 8 dimensions.
 
     Source:
         design.md, table of packages; the -inf tail of vLLM's ``attn_sink``.
@@ -61,7 +62,8 @@ def padded_copy_(dst: torch.Tensor, src: torch.Tensor, *, pad_value: float) -> N
     refuse_overlap({"dst": dst}, {"src": src})
     if dst.device.type == "cuda":
         require_native("bi_reload::padded_copy_")
-    _ops.padded_copy_(dst.detach(), src.detach(), pad_bits)
+    bits = BITS_DTYPE[dst.element_size()]  # the compiled library cannot name every dtype
+    _ops.padded_copy_(dst.detach().view(bits), src.detach().view(bits), pad_bits)
 
 
 def _bits(pad_value: float, dtype: torch.dtype) -> int:

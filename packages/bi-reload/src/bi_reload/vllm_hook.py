@@ -24,10 +24,10 @@ _SPLIT = "https://github.com/sgl-project/sglang/pull/37292"
 _BROADCAST = "https://github.com/vllm-project/vllm/pull/51368"
 _SINKS = "https://github.com/vllm-project/vllm/pull/57795"
 
-_MHC_PRE = "CUDA kernel of bi_reload::mhc_pre, or DeepGEMM's pre-norm GEMM at a constant split, and its vLLM callable"
-_MHC_POST = "CUDA kernel of bi_reload::mhc_post, and its vLLM callable"
-_MHC_HEAD = "CUDA kernel of bi_reload::mhc_head, and its vLLM callable"
-_RELOAD = "the vLLM-side reload callables, proven on a real engine (A, B, A with captured graphs)"
+_KERNELS = "its run inside vLLM on a Hopper GPU: an engine start hung in the self-tests of an earlier build"
+_RELOAD = (
+    "its run inside vLLM on a Hopper GPU: A, B, A with captured graphs (packages/bi-reload/tests/test_vllm_engine.py)"
+)
 
 
 def _dummy_weights(config: Any) -> str | None:
@@ -51,7 +51,7 @@ REFUSED_SETTINGS = (
 )
 
 
-def _mhc(module: str, name: str, why: str, needs: str) -> Patch:
+def _mhc(module: str, name: str, why: str) -> Patch:
     """One mHC function, replaced where a model module looks it up."""
     return Patch(
         target=f"{module}:{name}",
@@ -60,7 +60,7 @@ def _mhc(module: str, name: str, why: str, needs: str) -> Patch:
         upstream=f"{_PREVIEW}; {_SPLIT}",
         remove_when="vLLM's mHC is explicit, with a constant split, in batch-invariant mode",
         ready=False,
-        needs=needs,
+        needs=_KERNELS,
     )
 
 
@@ -71,13 +71,11 @@ def _post_and_head(module: str) -> tuple[Patch, Patch]:
             module,
             "mhc_post_tilelang",
             "Draft layers share the target's decoder layer and would mix its mHC arithmetic with vLLM's.",
-            _MHC_POST,
         ),
         _mhc(
             module,
             "hc_head_fused_kernel_tilelang",
             "Draft layers share the target's head reduction and would mix its arithmetic with vLLM's.",
-            _MHC_HEAD,
         ),
     )
 
@@ -99,6 +97,7 @@ def _sinks(target: str, *relies_on: str) -> Patch:
             "vllm.models.deepseek_v4.attention:DeepseekV4Attention.__init__",
             f"{_LOADER}.reload.meta:CopyCounter",
             f"{_LOADER}.reload.meta:get_numel_loaded",
+            f"{_LOADER}.weight_utils:default_weight_loader",
             *relies_on,
         ),
     )
@@ -144,38 +143,34 @@ PLAN = HookPlan(
         "bi_reload::padded_copy_",
         "bi_reload::fingerprint",
     ),
+    self_tests=("bi_reload.self_tests:self_tests",),
     patches=(
         _mhc(
             _MODEL,
             "mhc_pre_broadcast_tilelang",
             "Layer 0 splits the sum of its pre-norm projection by token count and SM count, so the first op of the "
             "model already follows the batch.",
-            _MHC_PRE,
         ),
         _mhc(
             _MODEL,
             "mhc_pre_tilelang",
             "The pre-norm projection splits its sum by token count and SM count.",
-            _MHC_PRE,
         ),
         _mhc(
             _MODEL,
             "mhc_fused_post_pre_tilelang",
             "Below 17 tokens (33 on 0.33) the fused path takes the norm from the unrounded residual, above from the "
             "rounded one; post, then pre, as two ops, is one arithmetic for every token count.",
-            f"{_MHC_PRE}; {_MHC_POST}",
         ),
         _mhc(
             _MODEL,
             "mhc_post_tilelang",
             "The trainer repeats post as an exact op, multiply then add in a stated order; vLLM's kernel states none.",
-            _MHC_POST,
         ),
         _mhc(
             _MODEL,
             "hc_head_fused_kernel_tilelang",
             "The trainer repeats the head reduction by one shared op; vLLM's kernel states no order.",
-            _MHC_HEAD,
         ),
         *_post_and_head(f"{_NVIDIA}.mtp"),
         *_post_and_head(f"{_NVIDIA}.dspark"),
@@ -188,9 +183,24 @@ PLAN = HookPlan(
             upstream=f"{_PREVIEW}; {_SPLIT}",
             remove_when="0.26 is no longer supported, or vLLM's split is a constant",
             versions=("0.26",),
-            ready=False,
-            needs="a constant proven on the GPU against the token counts and hidden sizes of the model",
             relies_on=(f"{_MHC}.tilelang:mhc_pre_tilelang", f"{_MHC}.tilelang:mhc_pre_broadcast_tilelang"),
+        ),
+        Patch(
+            target=f"{_MODEL}:DeepseekV4ForCausalLM.load_weights",
+            replacement="bi_reload.vllm_reload:checked_load_weights",
+            factory=True,
+            why="Unknown names, other dtypes and shapes are written or skipped in silence, and nothing counts what did "
+            "not come; every way of loading passes through this method.",
+            upstream="https://github.com/vllm-project/vllm/issues/43456",
+            remove_when="vLLM refuses an update that is not the whole checkpoint, with the list",
+            ready=False,
+            needs=_RELOAD,
+            relies_on=(
+                f"{_LAYERWISE}:LAYERWISE_INFO",
+                f"{_LAYERWISE}:make_online_process_loader",
+                f"{_LOADER}.reload.types:LayerReloadingInfo",
+                f"{_LOADER}.reload.utils:get_layer_size",
+            ),
         ),
         Patch(
             target=f"{_MODEL}:DeepseekV4Model.finalize_mhc_broadcast_weights",
@@ -224,8 +234,10 @@ PLAN = HookPlan(
             f"{_LAYERWISE}:initialize_layerwise_reload",
             f"{_LAYERWISE}:_place_kernel_tensors",
             f"{_LAYERWISE}:_copy_and_restore_kernel_tensors",
+            f"{_LAYERWISE}:LOADING_LAYERS",
             f"{_LOADER}.reload.meta:materialize_layer",
             f"{_LOADER}.reload.meta:restore_layer_on_meta",
+            "vllm.model_executor.layers.quantization.fp8:Fp8MoEMethod._setup_kernel",
         ),
         _finalize(
             f"{_LOADER}.base_loader:finalize_layerwise_processing",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ._native import native_available
     from .capacity import SparseCapacity
     from .combine_indices import c128_indices, combine_topk_swa
+    from .decode_slots import fill_decode_slots_
     from .gather_kv import (
         DecodeKv,
         gather_decode_kv,
@@ -38,6 +39,7 @@ __all__ = [
     "__version__",
     "c128_indices",
     "combine_topk_swa",
+    "fill_decode_slots_",
     "fill_row_ranges_",
     "gather_decode_kv",
     "gather_index_k",
@@ -60,6 +62,7 @@ _attach(
         "SparseCapacity": "capacity",
         "c128_indices": "combine_indices",
         "combine_topk_swa": "combine_indices",
+        "fill_decode_slots_": "decode_slots",
         "DecodeKv": "gather_kv",
         "gather_decode_kv": "gather_kv",
         "gather_index_k": "gather_kv",

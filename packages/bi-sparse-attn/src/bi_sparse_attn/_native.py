@@ -6,7 +6,9 @@ from bi_kernels.runtime.native import NativeLibrary
 
 __all__ = ["NATIVE", "native_available"]
 
-# mqa_logits and sparse_mla_fwd are declared in _ops but are not here: on a GPU they are DeepGEMM's and FlashMLA's.
+# In vLLM the caches are filled by vLLM's own fused kernels; quantize_and_insert_* are here for those who have none, and
+# to compare with. mqa_logits and sparse_mla_fwd are declared in _ops but are not here: on a GPU they are DeepGEMM's and
+# FlashMLA's.
 NATIVE = NativeLibrary(
     package="bi-sparse-attn",
     import_name="bi_sparse_attn",

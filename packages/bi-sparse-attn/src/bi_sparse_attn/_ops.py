@@ -27,6 +27,7 @@ def _combine_topk_swa(
     topk_indices: Any,
     positions: Any,
     gather_starts: Any,
+    row_offsets: Any,
     indices: Any,
     lengths: Any,
     compress_ratio: int,
@@ -41,7 +42,7 @@ def _combine_topk_swa(
         compress_ratio=compress_ratio,
         window_size=window_size,
         compressed_rows=compressed_rows,
-        row_offset=row_offset,
+        row_offset=row_offset if row_offsets is None else row_offsets,
         out_indices=indices,
         out_lengths=lengths,
     )
@@ -117,10 +118,9 @@ _SCHEMAS: dict[str, Callable[..., None]] = {
     "top_k_per_row_prefill(Tensor logits, Tensor row_starts, Tensor row_ends, Tensor(a!) indices, int top_k) -> ()": (
         _top_k_per_row_prefill
     ),
-    "combine_topk_swa(Tensor topk_indices, Tensor positions, Tensor gather_starts, Tensor(a!) indices, "
-    "Tensor(b!) lengths, int compress_ratio, int window_size, int compressed_rows, int row_offset) -> ()": (
-        _combine_topk_swa
-    ),
+    "combine_topk_swa(Tensor topk_indices, Tensor positions, Tensor gather_starts, Tensor? row_offsets, "
+    "Tensor(a!) indices, Tensor(b!) lengths, int compress_ratio, int window_size, int compressed_rows, "
+    "int row_offset) -> ()": (_combine_topk_swa),
     "c128_indices(Tensor positions, Tensor(a!) indices) -> ()": _c128_indices,
     "quantize_and_insert_kv(Tensor(a!) cache, Tensor kv, Tensor slots, int block_size) -> ()": _quantize_and_insert_kv,
     "gather_kv(Tensor cache, Tensor slots, Tensor(a!) out, int block_size) -> ()": _gather_kv,

@@ -13,6 +13,10 @@ COMPRESS_RATIOS = (0, 1, 4, 128)
 
 # FlashMLA walks index lists in pairs of 64-entry blocks.
 _INDEX_ALIGNMENT = 128
+# What is gathered at once: at most 512 MiB of rows (1 KiB each). 128 tokens fill a Hopper GPU with one CTA per token.
+_ROWS_AT_ONCE = 2**19
+_SLICE_TOKENS = 128
+_GROUP_REQUESTS = 64
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -95,6 +99,16 @@ class SparseCapacity:
     def workspace_rows(self) -> int:
         """Rows of the bfloat16 workspace that holds one request's chunk."""
         return self.compressed_rows + self.gather_rows
+
+    @property
+    def decode_slice_tokens(self) -> int:
+        """Decode tokens whose rows are gathered at once; bounds the workspace, and has no part in any result."""
+        return max(16, min(_SLICE_TOKENS, _ROWS_AT_ONCE // self.combined_width // 16 * 16))
+
+    @property
+    def prefill_requests(self) -> int:
+        """Requests that are prefilled side by side, each in its own ``workspace_rows``; has no part in any result."""
+        return max(1, min(_GROUP_REQUESTS, _ROWS_AT_ONCE // self.workspace_rows))
 
 
 def combined_width(topk_width: int, window_size: int) -> int:

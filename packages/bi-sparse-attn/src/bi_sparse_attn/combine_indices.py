@@ -23,7 +23,7 @@ def combine_topk_swa(
     compress_ratio: int,
     window_size: int,
     compressed_rows: int,
-    row_offset: int = 0,
+    row_offset: int | torch.Tensor = 0,
     out_indices: torch.Tensor | None = None,
     out_lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +43,7 @@ def combine_topk_swa(
         compress_ratio: Tokens per compressed entry; 0 or 1 for none.
         window_size: Sliding window, in tokens, the token itself included.
         compressed_rows: Workspace rows set aside for compressed entries.
-        row_offset: First workspace row of the request.
+        row_offset: First workspace row of the request; or ``(tokens,)`` int32 or int64, that of each token's request.
         out_indices: ``(tokens, at least k + window_size)`` int32 to write to, or None for ``(tokens, k + window_size
             rounded up to 128)``.
         out_lengths: ``(tokens,)`` int32 to write to, or None.
@@ -76,7 +76,11 @@ def combine_topk_swa(
         compressed_rows,
         "Take it from SparseCapacity.from_model.",
     )
-    check_value("row_offset", row_offset >= 0, "at least 0", row_offset, "Pass the request's first workspace row.")
+    row_offsets = row_offset if isinstance(row_offset, torch.Tensor) else None
+    constant = row_offset if isinstance(row_offset, int) else 0
+    if row_offsets is not None:
+        check_tensor("row_offset", row_offsets, dtype=_INTEGERS, shape=(tokens,), device=device)
+    check_value("row_offset", constant >= 0, "at least 0", constant, "Pass the request's first workspace row.")
     if out_indices is None:
         width = combined_width(top_k, window_size)
         out_indices = torch.empty((tokens, width), dtype=torch.int32, device=device)
@@ -92,8 +96,9 @@ def combine_topk_swa(
         "Allocate SparseCapacity.combined_width columns.",
     )
     check_output("out_lengths", out_lengths, torch.int32, (tokens,), device)
-    constants = (compress_ratio, window_size, compressed_rows, row_offset)
-    launch("combine_topk_swa", device, topk_indices, positions, gather_starts, out_indices, out_lengths, *constants)
+    constants = (compress_ratio, window_size, compressed_rows, constant)
+    inputs = (topk_indices, positions, gather_starts, row_offsets)
+    launch("combine_topk_swa", device, *inputs, out_indices, out_lengths, *constants)
     return out_indices, out_lengths
 
 

@@ -36,10 +36,13 @@ __all__ = [
 ]
 
 HEAD_DIM = 512
+_INTEGERS = (torch.int32, torch.int64)
 INDEX_DIM = 128
 _KV_ENTRY_BYTES = 584
 _INDEX_ENTRY_BYTES = 132
 _KV_ALIGNMENT = 576
+# What the kernels' vector accesses need of addresses, in bytes: of a page, and of a row of output.
+_KV_PAGE_START, _INDEX_PAGE_START, _KV_ROW_START, _INDEX_ROW_START = 8, 4, 16, 4
 
 
 def kv_block_bytes(block_size: int) -> int:
@@ -84,6 +87,7 @@ def quantize_and_insert_kv_(
     check_output("cache", cache, torch.uint8, cache.shape, cache.device)
     check_tensor("kv", kv, dtype=torch.bfloat16, shape=("tokens", HEAD_DIM), device=cache.device)
     check_tensor("slots", slots, dtype=torch.int64, shape=(kv.shape[0],), device=cache.device)
+    _check_starts("cache", cache, _KV_PAGE_START)
     launch("quantize_and_insert_kv", cache.device, cache, kv, slots, block_size)
     return cache
 
@@ -122,6 +126,8 @@ def gather_kv(
     if out is None:
         out = torch.empty(shape, dtype=torch.bfloat16, device=cache.device)
     check_output("out", out, torch.bfloat16, shape, cache.device)
+    _check_starts("cache", cache, _KV_PAGE_START)
+    _check_starts("out", out, _KV_ROW_START)
     launch("gather_kv", cache.device, cache, slots, out, block_size)
     return out
 
@@ -155,6 +161,7 @@ def quantize_and_insert_index_k_(
     check_output("cache", cache, torch.uint8, cache.shape, cache.device)
     check_tensor("k", k, dtype=torch.bfloat16, shape=("tokens", INDEX_DIM), device=cache.device)
     check_tensor("slots", slots, dtype=torch.int64, shape=(k.shape[0],), device=cache.device)
+    _check_starts("cache", cache, _INDEX_PAGE_START)
     launch("quantize_and_insert_index_k", cache.device, cache, k, slots, block_size)
     return cache
 
@@ -197,6 +204,8 @@ def gather_index_k(
         out_scale = torch.empty(slots.shape, dtype=torch.float32, device=cache.device)
     check_output("out_q", out_q, torch.float8_e4m3fn, shape, cache.device)
     check_output("out_scale", out_scale, torch.float32, slots.shape, cache.device)
+    _check_starts("cache", cache, _INDEX_PAGE_START)
+    _check_starts("out_q", out_q, _INDEX_ROW_START)
     launch("gather_index_k", cache.device, cache, slots, out_q, out_scale, block_size)
     return out_q, out_scale
 
@@ -223,9 +232,10 @@ def gather_decode_kv(
     Args:
         compressed_cache: ``(blocks, at least block_size * 584)`` uint8; None if ``compressed_slots`` has no columns.
         window_cache: Likewise, of the sliding-window rows.
-        compressed_slots: ``(tokens, k)`` int64, slots of the compressed entries, ascending by entry, -1 at the end.
-        window_slots: ``(tokens, window)`` int64, slots of the window from oldest to newest, -1 at the end. A padding
-            token has -1 everywhere.
+        compressed_slots: ``(tokens, k)`` int32 or int64, slots of the compressed entries, ascending by entry, -1 at the
+            end.
+        window_slots: ``(tokens, window)`` of the same dtype, slots of the window from oldest to newest, -1 at the end.
+            A padding token has -1 everywhere.
         compressed_block_size: Entries per page of ``compressed_cache``.
         window_block_size: Entries per page of ``window_cache``.
         out: ``(tokens, at least k + window, 512)`` bfloat16, contiguous, or None for a width rounded up to 128. Rows
@@ -246,9 +256,10 @@ def gather_decode_kv(
         batch, being addresses.
     """
     device = window_cache.device
-    check_tensor("compressed_slots", compressed_slots, dtype=torch.int64, shape=("tokens", "k"), device=device)
+    check_tensor("compressed_slots", compressed_slots, dtype=_INTEGERS, shape=("tokens", "k"), device=device)
     tokens, top_k = compressed_slots.shape
-    check_tensor("window_slots", window_slots, dtype=torch.int64, shape=(tokens, "window"), device=device)
+    slot_type = compressed_slots.dtype
+    check_tensor("window_slots", window_slots, dtype=slot_type, shape=(tokens, "window"), device=device)
     _check_cache("window_cache", window_cache, window_block_size, _KV_ENTRY_BYTES)
     if compressed_cache is not None:
         _check_cache("compressed_cache", compressed_cache, compressed_block_size, _KV_ENTRY_BYTES)
@@ -267,6 +278,13 @@ def gather_decode_kv(
         out_lengths = torch.empty((tokens,), dtype=torch.int32, device=device)
     check_output("out_indices", out_indices, torch.int32, out.shape[:2], device)
     check_output("out_lengths", out_lengths, torch.int32, (tokens,), device)
+    for name, tensor, start in (
+        ("window_cache", window_cache, _KV_PAGE_START),
+        ("compressed_cache", compressed_cache, _KV_PAGE_START),
+        ("out", out, _KV_ROW_START),
+    ):
+        if tensor is not None:
+            _check_starts(name, tensor, start)
     outputs = (out, out_indices, out_lengths)
     inputs = (compressed_cache, window_cache, compressed_slots, window_slots)
     launch("gather_decode_kv", device, *inputs, *outputs, compressed_block_size, window_block_size)
@@ -278,3 +296,13 @@ def _check_cache(name: str, cache: torch.Tensor, block_size: int, entry_bytes: i
     check_tensor(name, cache, dtype=torch.uint8, shape=("blocks", "bytes"), last_dim_contiguous=True)
     need = block_size * entry_bytes
     check_value(name, cache.shape[1] >= need, f"pages of {need} bytes or more", cache.shape[1], "Check block_size.")
+
+
+def _check_starts(name: str, tensor: torch.Tensor, multiple: int) -> None:
+    """On a GPU, where vectors are moved: contiguous rows that start at multiples of ``multiple`` bytes."""
+    if not tensor.is_cuda or not tensor.numel():
+        return
+    check_tensor(name, tensor, last_dim_contiguous=True)
+    strides = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+    aligned = all(s * tensor.element_size() % multiple == 0 for s in strides) and tensor.data_ptr() % multiple == 0
+    check_value(name, aligned, f"rows that start at multiples of {multiple} bytes", "others", "Make it contiguous.")

@@ -21,10 +21,14 @@ _SWA = "vllm.v1.attention.backends.mla.sparse_swa"
 _PREVIEW = "https://github.com/vllm-project/vllm/pull/54955"
 _REFUSALS = "https://github.com/vllm-project/vllm/pull/57815"
 
-_TOP_K = "CUDA kernel of ds4_bi::top_k_per_row_prefill, and the SparseAttnIndexer subclass that calls it"
-_ATTN = (
-    "CUDA kernels of ds4_bi::gather_decode_kv, ds4_bi::combine_topk_swa and bi_kernels::fixed_order_mm, and the "
-    "attention subclass that calls them"
+_RUN = "its run inside vLLM on a Hopper GPU"
+_INDEXER_0_33 = (
+    "the SparseAttnIndexer subclass for 0.33: compressed logits (max_seqlen_k), the decode selector in a class of its "
+    "own, and the short-context branch that skips the indexer"
+)
+_ATTN_0_33 = (
+    "the attention subclass for 0.33: projections, cache insert and attention are split over other methods, the C128 "
+    "width follows the batch, and four backends must answer supports_batch_invariance()"
 )
 
 
@@ -96,7 +100,7 @@ REFUSED_SETTINGS = (
 )
 
 
-def _attention_class(version: str, *relies_on: str) -> Patch:
+def _attention_class(version: str, *relies_on: str, needs: str = "") -> Patch:
     """The attention class of V4, by vLLM version, because the methods that the subclass overrides differ."""
     return Patch(
         target=f"{_V4}.nvidia.model:_select_dsv4_attn_cls",
@@ -109,8 +113,8 @@ def _attention_class(version: str, *relies_on: str) -> Patch:
         upstream=f"{_PREVIEW}; https://github.com/deepseek-ai/FlashMLA/issues/212",
         remove_when="vLLM's DeepSeek-V4 attention has a batch-invariant path that decode and prefill share",
         versions=(version,),
-        ready=False,
-        needs=_ATTN,
+        ready=not needs,
+        needs=needs,
         relies_on=(
             _FLASHMLA,
             f"{_ATTENTION}:DeepseekV4Attention._fused_qnorm_rope_kv_insert",
@@ -133,7 +137,7 @@ def _attention_class(version: str, *relies_on: str) -> Patch:
     )
 
 
-def _indexer(version: str, *relies_on: str) -> Patch:
+def _indexer(version: str, *relies_on: str, needs: str = "") -> Patch:
     """The sparse indexer, by vLLM version, because its caller moved and decode selection became a class in 0.33."""
     return Patch(
         target=f"{_INDEXER}:SparseAttnIndexer",
@@ -145,8 +149,8 @@ def _indexer(version: str, *relies_on: str) -> Patch:
         upstream=f"{_PREVIEW}; {_REFUSALS}; https://github.com/vllm-project/vllm/pull/55872",
         remove_when="vLLM selects by a total order on score and index, for prefill and decode alike",
         versions=(version,),
-        ready=False,
-        needs=_TOP_K,
+        ready=not needs,
+        needs=needs,
         relies_on=(
             f"{_INDEXER}:sparse_attn_indexer",
             f"{_ATTENTION}:DeepseekV4Indexer",
@@ -172,7 +176,7 @@ def _backend_0_33(target: str, replacement: str, relies_on: str) -> Patch:
         remove_when="vLLM's own backend returns True from supports_batch_invariance()",
         versions=("0.33",),
         ready=False,
-        needs=_ATTN,
+        needs=_ATTN_0_33,
         relies_on=(
             relies_on,
             "vllm.v1.attention.backend:AttentionBackend.supports_batch_invariance",
@@ -190,6 +194,8 @@ PLAN = HookPlan(
         "ds4_bi::gather_decode_kv",
         "bi_kernels::fixed_order_mm",
     ),
+    contracts=("bi_sparse_attn.vllm_contracts:FLASH_MLA", "bi_sparse_attn.vllm_contracts:INDEXER_SCORES"),
+    self_tests=("bi_sparse_attn.vllm_contracts:self_tests",),
     patches=(
         Patch(
             target="vllm.envs:VLLM_DS4_DECODE_KERNEL",
@@ -199,12 +205,21 @@ PLAN = HookPlan(
             upstream=_PREVIEW,
             remove_when="vLLM knows the variable",
         ),
-        _indexer("0.26"),
+        _indexer(
+            "0.26",
+            "vllm._custom_ops:cp_gather_indexer_k_quant_cache",
+            "vllm.model_executor.custom_op:CustomOp",
+            "vllm.v1.attention.backends.mla.indexer:DeepSeekV32IndexerDecodeMetadata",
+            "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadata",
+            "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerPrefillChunkMetadata",
+            needs=_RUN,
+        ),
         _indexer(
             "0.33",
             "vllm.model_executor.layers.indexer_topk:SparseIndexerTopk",
             f"{_ATTENTION}:_fill_short_context_topk_indices",
             f"{_ATTENTION}:DeepseekV4Attention._sparse_indexer_and_attn",
+            needs=_INDEXER_0_33,
         ),
         _attention_class(
             "0.26",
@@ -212,8 +227,13 @@ PLAN = HookPlan(
             f"{_ATTENTION}:DeepseekV4Attention.attention_impl",
             f"{_V4}.nvidia.ops.dequant_gather_k_cutedsl:dequantize_and_gather_k_cache_cutedsl",
             f"{_V4}.nvidia.ops.fused_indexer_q_cutedsl:fused_indexer_q_rope_quant_fp8_cutedsl",
+            f"{_V4}.sparse_mla:DeepseekV4FlashMLAMetadata",
             f"{_V4}.sparse_mla:DeepseekV4FlashMLAMetadataBuilder",
             "vllm.compilation.breakable_cudagraph:eager_break_during_capture",
+            "vllm.third_party.flashmla.flash_mla_interface:flash_mla_sparse_fwd",
+            "vllm.utils.multi_stream_utils:execute_in_parallel",
+            "vllm.v1.attention.backend:CommonAttentionMetadata",
+            needs=_RUN,
         ),
         _attention_class(
             "0.33",
@@ -227,6 +247,7 @@ PLAN = HookPlan(
             f"{_V4}.sparse_mla:DeepseekV4FlashMLABackend",
             f"{_V4}.sparse_mla:DeepseekV4FlashMLAMetadataBuilder",
             f"{_V4}.sparse_mla:DeepseekV4SparseMLAMetadataBuilder",
+            needs=_ATTN_0_33,
         ),
         _backend_0_33(
             f"{_ATTENTION}:DeepseekV4IndexerCache.get_attn_backend",

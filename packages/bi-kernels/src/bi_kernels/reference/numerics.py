@@ -1,7 +1,7 @@
 """Arithmetic whose bits do not depend on the machine, the batch or the thread count.
 
 The references are specifications, so they may not inherit bits from whatever BLAS, vector width or libm happens to
-be installed. Everything here is made of IEEE additions, multiplications, divisions and square roots applied element
+be installed. Everything here is made of IEEE additions, multiplications and divisions applied element
 by element (each correctly rounded, hence the same bits in a vector lane and in a scalar tail), plus one matrix
 product whose result is correctly rounded, so that the order in which a BLAS adds cannot show.
 """
@@ -24,6 +24,7 @@ __all__ = [
     "log1p",
     "mm_rn",
     "sigmoid",
+    "sqrt",
     "to_bf16",
     "to_e4m3",
     "tree_sum",
@@ -176,6 +177,16 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 
 @_in_blocks
+def sqrt(x: torch.Tensor) -> torch.Tensor:
+    """Float32 square root, correctly rounded, as the GPU's ``__fsqrt_rn``; any shape.
+
+    torch's own on the CPU is off by one unit for a fifth of all values, and not for the same ones in a short tensor:
+    its bits would depend on the batch. Its float64 root may be off by a unit too, 2**-52, but the root of a float32
+    lies at least 2**-51 from the middle of two others, relative to its size, so that rounding it gives the right one.
+    """
+    return torch.sqrt(x.double()).float()
+
+
 def log1p(u: torch.Tensor) -> torch.Tensor:
     """Float32 ``ln(1 + u)`` for ``0 <= u <= 1``, written out in fma.
 

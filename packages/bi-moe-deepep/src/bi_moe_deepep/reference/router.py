@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bi_kernels.reference.numerics import canonical_nan, exp, log1p
+from bi_kernels.reference.numerics import canonical_nan, exp, log1p, sqrt
 from bi_kernels.runtime.errors import ArgumentError
 
 __all__ = ["select_experts"]
@@ -47,9 +47,7 @@ def select_experts(
 
 def _sqrtsoftplus(x: torch.Tensor) -> torch.Tensor:
     """``sqrt(ln(1 + exp(x)))``, written so that the exponential cannot overflow."""
-    # In float64 because torch.sqrt of float32 goes through a vector library that rounds one value in five the wrong
-    # way. No float32's root is close enough to the middle of two float32 for float64's own error to matter.
-    return torch.sqrt((torch.clamp(x, min=0.0) + log1p(exp(-x.abs()))).double()).float()
+    return sqrt(torch.clamp(x, min=0.0) + log1p(exp(-x.abs())))
 
 
 def _top_k(score: torch.Tensor, top_k: int) -> torch.Tensor:

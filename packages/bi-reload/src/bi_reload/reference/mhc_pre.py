@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from bi_kernels.reference.numerics import canonical_nan, exp, mm_rn, to_bf16, tree_sum
+from bi_kernels.reference.numerics import canonical_nan, exp, mm_rn, sqrt, to_bf16, tree_sum
 from bi_kernels.runtime.checks import check_value
 
 __all__ = [
@@ -20,16 +20,18 @@ __all__ = [
     "mhc_pre_broadcast",
     "mix_and_collapse",
     "prenorm_projection",
+    "projection_error_bound",
     "reciprocal_rms",
+    "squares_relative_error",
 ]
 
 HC_MULT = 4
 """Residual streams of DeepSeek-V4."""
 
 BLOCK_K = 64
-"""Granularity of the split of K: DeepGEMM's pre-norm GEMM walks K in blocks of 64."""
+"""Granularity of the split of K."""
 
-_MAX_SPLITS = 16
+_PIECE_BLOCKS = 16  # what one thread block of the kernel takes, a warp per block
 _ROWS = 64  # rows per tile: keeps the float64 copies of a tile in cache. Rows are independent, so it moves no bit.
 
 
@@ -70,7 +72,7 @@ def mhc_num_splits(k: int) -> int:
         k: Length of the sum, a multiple of 64, at least 128: ``4 * hidden``, or ``hidden`` for the broadcast form.
 
     Returns:
-        ``k // 1024``, but at least 2 (one piece is about 7 times slower on a GPU) and at most 16.
+        One per 1024, rounded up, so that no piece is longer; at least 2: one piece is about 7 times slower on a GPU.
 
     Raises:
         ArgumentError: ``k`` is not such a number.
@@ -81,7 +83,7 @@ def mhc_num_splits(k: int) -> int:
     check_value(
         "k", k >= 2 * BLOCK_K and k % BLOCK_K == 0, "a multiple of 64, at least 128", k, "Use a hidden size that fits."
     )
-    return min(_MAX_SPLITS, max(2, k // 1024))
+    return max(2, -(-k // (_PIECE_BLOCKS * BLOCK_K)))
 
 
 def prenorm_projection(x: torch.Tensor, fn: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,9 +118,38 @@ def prenorm_projection(x: torch.Tensor, fn: torch.Tensor, num_splits: int) -> tu
     return projection, sum_squares
 
 
+def projection_error_bound(x: torch.Tensor, fn: torch.Tensor) -> torch.Tensor:
+    """How far any implementation's product may be from the exact one, elementwise.
+
+    The CUDA kernel cuts a weight into three bfloat16 numbers whose magnitudes add up to its own, and sums a block's 3 *
+    64 products in a matrix unit that rounds or truncates to float32 (as for ``bi_kernels``' ``fixed_order_mm``: at most
+    ``2**-23`` of the sum of magnitudes per addition), then up to 16 blocks, then the pieces. What the cut drops of a
+    tiny weight is below ``2**-133``. The reference's pieces are rounded once, so it stays within this too.
+
+    Args:
+        x: ``(T, K)`` bfloat16, any device.
+        fn: ``(N, K)`` float32.
+
+    Returns:
+        ``(T, N)`` float64.
+    """
+    size, k = x.double().abs(), x.shape[1]
+    additions = 3 * BLOCK_K + _PIECE_BLOCKS + mhc_num_splits(k)
+    return additions * 2.0**-23 * (size @ fn.double().abs().mT) + size.sum(1, keepdim=True) * 2.0**-133 + k * 2.0**-149
+
+
+def squares_relative_error(k: int) -> float:
+    """How far, relative to it, any implementation's sum of ``k`` squares may be from the exact sum of a token.
+
+    Roundings that one square passes: in the reference a tree over a piece, then the pieces; in the CUDA kernel 16 in a
+    lane, 2 among four lanes, 15 among warps, then the pieces.
+    """
+    return (16 + 2 + 15 + mhc_num_splits(k)) * 2.0**-24
+
+
 def reciprocal_rms(sum_squares: torch.Tensor, count: int, eps: float) -> torch.Tensor:
     """``1 / sqrt(sum_squares / count + eps)`` in float32, each step rounded once."""
-    return 1.0 / torch.sqrt(sum_squares / count + eps)
+    return 1.0 / sqrt(sum_squares / count + eps)
 
 
 def collapse_streams(pre: torch.Tensor, streams: list[torch.Tensor]) -> torch.Tensor:

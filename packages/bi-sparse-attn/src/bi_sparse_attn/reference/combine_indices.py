@@ -20,7 +20,7 @@ def combine_topk_swa(
     compress_ratio: int,
     window_size: int,
     compressed_rows: int,
-    row_offset: int = 0,
+    row_offset: int | torch.Tensor = 0,
     out_indices: torch.Tensor | None = None,
     out_lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +52,8 @@ def combine_topk_swa(
     column = torch.arange(out_indices.shape[1], device=topk_indices.device)
     compressed = torch.nn.functional.pad(topk, (0, out_indices.shape[1] - top_k), value=-1)
     window = compressed_rows + window_start - gather_start + column - num_compressed
-    index = row_offset + torch.where(column < num_compressed, compressed, window)
+    offset = row_offset.long().unsqueeze(1) if isinstance(row_offset, torch.Tensor) else row_offset
+    index = offset + torch.where(column < num_compressed, compressed, window)
     out_indices.copy_(torch.where(column < length, index, -1))
     out_lengths.copy_(length.squeeze(1))
     return out_indices, out_lengths

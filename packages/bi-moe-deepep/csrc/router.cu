@@ -1,5 +1,5 @@
 // Checks and registration of bi_moe_deepep::select_experts. The schema is declared in Python.
-#include "select_experts.cuh"
+#include "router.cuh"
 
 #include <optional>
 

@@ -1,0 +1,115 @@
+"""Write the tables of README.md from ``benchmarks/results/*.jsonl``.
+
+    python packages/bi-moe-deepep/benchmarks/tables.py [--check]
+
+``--check`` changes nothing and ends with 1 where README.md is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+START, END = "<!-- tables: python benchmarks/tables.py -->\n", "<!-- end of tables -->\n"
+GOAL = 1 / 1.05  # of the expert layer, against stock DeepGEMM experts
+KERNELS = ("stage_tokens", "combine_ordered")
+Record = dict[str, object]
+
+
+def row(*cells: object) -> str:
+    """One line of a table."""
+    return "| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |"
+
+
+def kernel_table(records: list[Record]) -> list[str]:
+    """Staging and combine: time, bandwidth, and vLLM's kernel where it has one."""
+    lines = [
+        "| op | tokens | vLLM µs | ours µs | ratio | GB/s | of copy | bitwise |",
+        "|---|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for r in records:
+        tokens = r["shape"][0]  # type: ignore[index]
+        equal = "equal" if r["bitwise"] else "DIFFERENT"
+        cells = r["stock_us"], r["ours_us"], r["ratio"], f"{r['gb_s']:.0f}", f"{r['percent_of_copy']:.0f} %"
+        lines.append(row(f"`{r['op']}`", tokens, *cells, equal))
+    return lines
+
+
+def layer_table(records: list[Record]) -> list[str]:
+    """Expert layer and router against vLLM's own."""
+    lines = ["| what | tokens | vLLM's | µs | ours µs | ratio |", "|---|--:|---|--:|--:|--:|"]
+    for r in records:
+        tokens = r["shape"][0]  # type: ignore[index]
+        lines.append(row(r["op"], tokens, f"`{r['stock']}`", r["stock_us"], r["ours_us"], r["ratio"]))
+    slow = [r for r in records if r["ratio"] < (GOAL if r["op"] == "experts" else 1.0)]  # type: ignore[operator]
+    names = ", ".join(f"{r['op']} at {r['shape'][0]} ({r['ratio']})" for r in slow)  # type: ignore[index]
+    return [*lines, "", f"Short of the goal (experts within 1.05x of stock, router no slower): {names or 'none'}."]
+
+
+def dispatch_table(records: list[Record]) -> list[str]:
+    """One slice over each transport."""
+    lines = [
+        "| transport | ranks | tokens per rank | dispatch µs | combine µs | MB received | bits of one rank |",
+        "|---|--:|--:|--:|--:|--:|---|",
+    ]
+    for r in records:
+        name = "DeepEP" if r["op"] == "dispatch_deepep" else "NCCL"
+        tokens = r["shape"][0]  # type: ignore[index]
+        size = f"{r['received_bytes'] / 1e6:.2f}"  # type: ignore[operator]
+        equal = "equal" if r["bitwise"] else "DIFFERENT"
+        lines.append(row(name, r["ranks"], tokens, r["dispatch_us"], r["combine_us"], size, equal))
+    return lines
+
+
+def tables() -> str:
+    """Everything between the two marks of README.md."""
+    parts = []
+    for path in sorted((PACKAGE / "benchmarks" / "results").glob("*.jsonl")):
+        records: list[Record] = [json.loads(line) for line in path.read_text().splitlines()]
+        head = records[0]
+        parts += [
+            f"{head['gpu']}, torch {head['torch']}; microseconds, medians. Versions, date and commands: "
+            "[h200.txt](benchmarks/results/h200.txt).",
+            "",
+        ]
+        kernels = [r for r in records if r["op"] in KERNELS]
+        layers = [r for r in records if r["op"] in ("experts", "router")]
+        slices = [r for r in records if str(r["op"]).startswith("dispatch_")]
+        if kernels:
+            parts += ["Kernels, hidden 4096, top 6 (staging: the 128 experts of one of two ranks).", ""]
+            parts += [*kernel_table(kernels), ""]
+        if layers:
+            parts += [
+                "Layers of DeepSeek-V4-Flash (256 experts, top 6, hidden 4096, intermediate 2048) in vLLM 0.26: the "
+                "modular kernel with stock DeepGEMM experts and with the aligned ones, and the gate's product.",
+                "",
+                *layer_table(layers),
+                "",
+            ]
+        if slices:
+            parts += ["One slice of capacity 128 (256 experts, top 6, hidden 4096, bfloat16).", ""]
+            parts += [*dispatch_table(slices), ""]
+    return "\n".join(parts)
+
+
+def main() -> int:
+    """Rewrite README.md, or compare it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only compare")
+    args = parser.parse_args()
+    readme = PACKAGE / "README.md"
+    text = readme.read_text()
+    before, rest = text.split(START)
+    after = rest.split(END)[1]
+    new = before + START + "\n" + tables() + "\n" + END + after
+    if args.check:
+        return int(new != text)
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

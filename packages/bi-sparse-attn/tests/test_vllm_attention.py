@@ -1,0 +1,98 @@
+"""The attention class on a layer in small: refusals, workspace, projections, and the class that vLLM gets."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_attention import HEADS, PREFIX, FakeLayer, config, forward_context
+
+from bi_kernels import ArgumentError, fixed_order_mm
+from bi_kernels.arch import Arch
+from bi_kernels.runtime.errors import HookError
+from bi_kernels.testing import assert_bitwise_equal
+from bi_sparse_attn import SparseCapacity
+from bi_sparse_attn.vllm_attention import batch_invariant_class, select_attention_class
+
+
+def layer(ratio=4, **changes):
+    settings = config(ratio)
+    vars(settings).update(changes)
+    return batch_invariant_class(FakeLayer)(settings, PREFIX)
+
+
+def test_the_class_is_a_subclass_of_vllms_choice(fake_vllm):
+    chosen = select_attention_class(lambda vllm_config: FakeLayer)(None)
+    assert issubclass(chosen, FakeLayer)
+    assert chosen is batch_invariant_class(FakeLayer)
+    assert layer().capacity == SparseCapacity.from_model(
+        max_model_len=1024, compress_ratio=4, window_size=128, index_topk=64, max_num_batched_tokens=512
+    )
+
+
+def test_another_backend_is_refused(fake_vllm):
+    class DeepseekV4FlashInferMLAAttention:
+        pass
+
+    with pytest.raises(HookError, match=r"FlashMLA's.*found DeepseekV4FlashInferMLAAttention"):
+        select_attention_class(lambda vllm_config: DeepseekV4FlashInferMLAAttention)(None)
+
+
+def test_another_cache_format_is_refused(fake_vllm):
+    with pytest.raises(ArgumentError, match="kv_cache_dtype: expected 'fp8_ds_mla', got bfloat16"):
+        layer(kv_cache_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("arch", Arch)
+def test_the_output_projection_has_the_format_of_its_architecture(fake_vllm, monkeypatch, arch):
+    monkeypatch.setattr("bi_sparse_attn.vllm_attention.detect_arch", lambda: arch)
+    formats = {Arch.SM90: ((1, 128, 128), False), Arch.SM100: ((1, 1, 128), True)}
+    layer(o_proj=formats[arch])
+    for wrong in ({Arch.SM90: formats[Arch.SM100], Arch.SM100: formats[Arch.SM90]}[arch], ((1, 128, 128), True)):
+        with pytest.raises(ArgumentError, match="output projection"):
+            layer(o_proj=wrong)
+
+
+def test_micro_batches_are_refused(fake_vllm):
+    q = torch.zeros((1, HEADS, 512), dtype=torch.bfloat16)
+    with forward_context([{}, {}]), pytest.raises(ArgumentError, match="attn_metadata: expected one dict"):
+        layer().forward_mqa(q, q, torch.zeros(1, dtype=torch.int64), torch.empty_like(q))
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_the_dummy_run_reserves_the_largest_workspace(fake_vllm, ratio):
+    mine = layer(ratio)
+    q = torch.full((3, HEADS, 512), 7.0).bfloat16()
+    with forward_context(None):
+        mine.forward_mqa(q, q, torch.zeros(3, dtype=torch.int64), q)
+    assert not q.any()
+    # At least one slice of decode rows, and one request's rows.
+    capacity = mine.capacity
+    rows = max(capacity.decode_slice_tokens * capacity.combined_width, capacity.workspace_rows)
+    assert fake_vllm.bytes >= rows * 1024
+
+
+def test_kv_scores_are_fixed_order_products(fake_vllm):
+    generator = torch.Generator().manual_seed(1)
+
+    def linear(rows):
+        weight = torch.randn((rows, 128), generator=generator).bfloat16()
+        return SimpleNamespace(weight=weight)
+
+    mine = layer()
+    mine.fused_wqa_wkv = lambda x: (x + 1, None)
+    mine.compressor = SimpleNamespace(fused_wkv_wgate=linear(64))
+    x = torch.randn((5, 128), generator=generator).bfloat16()
+    projected, score, index_score, weights = mine.attn_gemm_parallel_execute(x)
+    assert index_score is None
+    assert weights is None
+    assert_bitwise_equal(projected, x + 1)
+    assert_bitwise_equal(score, fixed_order_mm(x, mine.compressor.fused_wkv_wgate.weight))
+    mine.indexer = SimpleNamespace(
+        weights_proj=lambda x: (x * 2, None), compressor=SimpleNamespace(fused_wkv_wgate=linear(32))
+    )
+    _, score, index_score, weights = mine.attn_gemm_parallel_execute(x)
+    assert score.dtype == index_score.dtype == torch.float32
+    assert_bitwise_equal(index_score, fixed_order_mm(x, mine.indexer.compressor.fused_wkv_wgate.weight))
+    assert_bitwise_equal(weights, x * 2)
