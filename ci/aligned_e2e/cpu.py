@@ -38,18 +38,20 @@ FAMILIES = ((400, 440), (430, 430, 430))  # a conversation that grows, and three
 MAX_TOKENS = 84
 
 TOGETHER = Schedule("all together", max_num_seqs=48, max_num_batched_tokens=512, blocks=80)
-SHUFFLED = Schedule("shuffled", 36, 448, order_seed=2, ep_ranks=2, blocks=70)
-SCHEDULES = (
-    TOGETHER,
-    SHUFFLED,
-    Schedule("alone, then a few", 16, 384, order_seed=1, alone=2, blocks=48),
-    Schedule("chunks of 1, 3, 127", 32, 160, order_seed=3, chunks=(1, 3, 127), blocks=64),
-    Schedule("preempted", 40, 256, order_seed=4, blocks=34),
+ALONE = Schedule("alone, then a few", 24, 384, order_seed=1, alone=1, blocks=48)
+CHUNKS = Schedule("chunks of 1, 3, 127; 1 rank", 32, 160, order_seed=2, chunks=(1, 3, 127), blocks=64)
+PREEMPTED = Schedule("preempted; 2 ranks", 30, 256, order_seed=3, blocks=18)
+REUSE = Schedule("prefix reuse", 36, 320, order_seed=4, blocks=80, prefix_caching=True)
+PARTLY = Schedule("prefix reuse, partly warm", 44, 320, order_seed=5, blocks=56, prefix_caching=True)
+RANKS = Schedule("4 ranks, one empty", 32, 256, order_seed=6, blocks=64)
+COLD, WARM = f"{REUSE.name}, cold", f"{REUSE.name}, warm"
+# Expert-parallel ranks, each a process, and their shares of the requests.
+SHARES = {CHUNKS.name: (CHUNKS, (1,)), PREEMPTED.name: (PREEMPTED, (3, 2)), RANKS.name: (RANKS, (2, 1, 0, 2))}
+# Weights there and back: every other request. Simulated ranks, so that these are under test too.
+RELOADS = (
+    Schedule("new weights", 24, 512, blocks=48),
+    Schedule("old weights again", 16, 448, order_seed=7, ep_ranks=2, blocks=48),
 )
-REUSE = Schedule("prefix reuse", 24, 320, order_seed=5, blocks=80, prefix_caching=True)
-PARTLY = Schedule("prefix reuse, partly warm", 36, 320, order_seed=6, blocks=56, prefix_caching=True)
-RANKS = Schedule("expert parallel", 32, 256, order_seed=7, blocks=64)
-SHARES = ((1,), (3, 2), (2, 1, 0, 2))  # of the requests, per rank
 
 
 def run(console: Console) -> Report:
@@ -75,32 +77,31 @@ def run(console: Console) -> Report:
         attestation=json.loads(bk.attest(required=PACKAGES).to_json()),
     )
     sides = Sides(config, deployment, requests)
+    half = Sides(config, deployment, requests[::2])
+    some = [replace(request, max_tokens=1) for request in half.requests]
     runs: dict[str, Served] = {}
     with Progress(console=console) as progress, Workers(progress) as workers:
-        served = len(SCHEDULES) + 3 + len(SHARES) + 2  # reuse cold, warm and partly warm; reload there and back
-        workers.track("rollout and reload", served * len(requests) * MAX_TOKENS)
+        # Six runs of all requests and those on ranks; the reload serves half of them twice.
+        workers.track("rollout and reload", (5 + len(SHARES) + 1) * len(requests) * MAX_TOKENS)
         # The actor waits for the first, and the longest should not come last.
-        serving = {schedule.name: workers.submit(f"rollout, {schedule.name}", serve, sides, schedule)
-                   for schedule in SCHEDULES[:1]}  # fmt: skip
-        reloading = workers.submit("reload to new weights and back", reload_and_serve, sides, (TOGETHER, SHUFFLED))
-        for schedule in SCHEDULES[1:]:
-            serving[schedule.name] = workers.submit(f"rollout, {schedule.name}", serve, sides, schedule)
-        reusing = workers.submit("rollout, prefix reuse, cold and warm", serve_again, sides, REUSE, requests)
-        some = [replace(request, max_tokens=1) for request in requests[::2]]
+        serving = workers.submit(f"rollout, {TOGETHER.name}", serve, sides, TOGETHER)
+        alone = workers.submit(f"rollout, {ALONE.name}", serve, sides, ALONE)
+        reloading = workers.submit("reload to new weights and back", reload_and_serve, half, RELOADS)
+        sharing = {
+            name: workers.submit(f"rollout, {name}", serve_ranks, sides, schedule, shares)
+            for name, (schedule, shares) in SHARES.items()
+        }
+        reusing = workers.submit(f"rollout, {REUSE.name}, cold and warm", serve_again, sides, REUSE, requests)
         partly = workers.submit(f"rollout, {PARTLY.name}", serve_again, sides, PARTLY, some)
-        for shares in SHARES:
-            name = _ranks_name(shares)
-            serving[name] = workers.submit(f"rollout, {name}", serve_ranks, sides, RANKS, shares)
-        first: Served = workers.result(serving[TOGETHER.name])
+        first: Served = workers.result(serving)
         recomputing = workers.submit("actor", recompute, sides, OLD_SEED, first.tokens)
         reloaded = workers.result(reloading)
-        rechecking = workers.submit("actor, new weights", recompute, sides, NEW_SEED, reloaded.new.tokens)
-        for schedule in SCHEDULES:
-            runs[schedule.name] = workers.result(serving[schedule.name])
-        runs["prefix reuse, cold"], runs["prefix reuse, warm"] = workers.result(reusing)
+        rechecking = workers.submit("actor, new weights", recompute, half, NEW_SEED, reloaded.new.tokens)
+        runs[TOGETHER.name] = first
+        runs[ALONE.name] = workers.result(alone)
+        runs[COLD], runs[WARM] = workers.result(reusing)
         runs[PARTLY.name] = workers.result(partly)[1]
-        for shares in SHARES:
-            runs[_ranks_name(shares)] = workers.result(serving[_ranks_name(shares)])
+        runs |= {name: workers.result(future) for name, future in sharing.items()}
         actor: Recomputed = workers.result(recomputing)
         actor_new: Recomputed = workers.result(rechecking)
 
@@ -109,8 +110,8 @@ def run(console: Console) -> Report:
 
     report.schedules = [against(name, run, first.tokens, actor) for name, run in runs.items()]
     comparisons = [
-        against("new weights", reloaded.new, reloaded.new.tokens, actor_new),
-        against("old weights again", reloaded.old, first.tokens, actor),
+        against(RELOADS[0].name, reloaded.new, reloaded.new.tokens, actor_new),
+        against(RELOADS[1].name, reloaded.old, {name: first.tokens[name] for name in reloaded.old.tokens}, actor),
     ]
     problems = list(reloaded.problems)
     if reloaded.fingerprints != actor_new.fingerprints:
@@ -119,18 +120,13 @@ def run(console: Console) -> Report:
         "ok": not problems and not any(c.tokens_different for c in comparisons),
         "comparisons": comparisons,
         "tokens_changed_by_new_weights": sum(
-            a != b for name, row in first.tokens.items() for a, b in zip(row, reloaded.new.tokens[name], strict=True)
+            a != b for name, row in reloaded.new.tokens.items() for a, b in zip(row, first.tokens[name], strict=True)
         ),
         "problems": problems,
     }
     report.coverage = _coverage(config, requests, first.tokens, {name: run.plan for name, run in runs.items()}, report)
     report.seconds = round(time.monotonic() - started, 1)
     return report
-
-
-def _ranks_name(shares: Sequence[int]) -> str:
-    empty = f", {shares.count(0)} empty" if 0 in shares else ""
-    return f"EP {len(shares)}, processes{empty}"
 
 
 def _coverage(
@@ -142,6 +138,7 @@ def _coverage(
 ) -> dict[str, Any]:
     """Numbers that would be zero in a vacuous run. A zero fails the run."""
     threshold = 4 * config.index_topk
+    reloads: Sequence[Comparison] = report.reload["comparisons"]
     lengths = [len(r.prompt) + len(tokens[r.name]) for r in requests]
     past = sum(max(0, length - threshold) for length in lengths)
     return {
@@ -151,13 +148,14 @@ def _coverage(
         "a_quarter_past_topk_threshold": 4 * past >= sum(lengths),
         "eight_schedules": len(report.schedules) >= 8,
         "four_thousand_tokens_compared": min(c.tokens_compared for c in report.schedules) >= 4000,
+        "two_thousand_tokens_compared_after_each_reload": min(c.tokens_compared for c in reloads) >= 2000,
         "prefill_splits": sum(p.prefill_splits for p in plans.values()),
         "mixed_steps": sum(p.mixed_steps for p in plans.values()),
         "steps_with_one_request": sum(p.single_steps for p in plans.values()),
         "largest_decode": max(p.largest_decode for p in plans.values()),
         "preemptions": sum(p.preemptions for p in plans.values()),
-        "cached_tokens_cold": plans["prefix reuse, cold"].cached_tokens,
-        "cached_tokens_warm": plans["prefix reuse, warm"].cached_tokens,
+        "cached_tokens_cold": plans[COLD].cached_tokens,
+        "cached_tokens_warm": plans[WARM].cached_tokens,
         "cached_tokens_partly_warm": plans[PARTLY.name].cached_tokens,
         "cached_blocks_evicted": sum(p.evictions for p in plans.values()),
         "cached_blocks_checked": sum(p.blocks_checked for p in plans.values()),
