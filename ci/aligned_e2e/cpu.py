@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -20,27 +20,38 @@ import bi_kernels as bk
 from .config import Deployment, ModelConfig
 from .faults import FaultStages, require_transformers
 from .prompts import Request, load_book, make_requests
-from .report import Report, compare
+from .ranks import serve_ranks
+from .report import Comparison, Report, compare
 from .rollout import Plan, Schedule
-from .sides import NEW_SEED, OLD_SEED, Sides, recompute, reload_and_serve, serve
+from .sides import NEW_SEED, OLD_SEED, Recomputed, Served, Sides, recompute, reload_and_serve, serve, serve_again
 from .workers import Workers
 
 __all__ = ["run"]
 
 PACKAGES = ("bi-kernels", "bi-sparse-attn", "bi-moe-deepep", "bi-reload")
 
-# Many short prompts and a few long ones, around every boundary: pages of 64, the window of 128, blocks of 256, and
+# Many short prompts and some long ones, around every boundary: pages of 64, the window of 128, blocks of 256, and
 # 4 * index_topk = 256, past which top-k selects.
-SHORT = (*range(1, 10), 11, 13, 15, 16, 17, 19, 21, 23, 27, 31, 33, 39, 45, 51, 63, 64, 65, 80, 100, 127, 128, 129, 140)
-LONG = (255, 256, 257, 380, 400, 411, 420, 430, 440, 447, 455, 470)
+SHORT = (*range(1, 19), 21, 27, 31, 32, 33, 39, 45, 51, 63, 64, 65, 100, 127, 128, 129, 140, 191)
+LONG = (255, 256, 257, 300, 385, 411, 447, 470)
 PROMPT_LENGTHS = (*SHORT, *LONG)
-MAX_TOKENS = 46
+FAMILIES = ((400, 440), (430, 430, 430))  # a conversation that grows, and three samples of one prompt
+MAX_TOKENS = 84
 
-SCHEDULES = (
-    Schedule("all together", max_num_seqs=44, max_num_batched_tokens=512),
-    Schedule("small chunks", max_num_seqs=20, max_num_batched_tokens=64, order_seed=1),
-    Schedule("few at once, EP 2", max_num_seqs=22, max_num_batched_tokens=400, order_seed=2, ep_ranks=2),
-    Schedule("preempted", max_num_seqs=26, max_num_batched_tokens=256, order_seed=3, blocks=22),
+TOGETHER = Schedule("all together", max_num_seqs=48, max_num_batched_tokens=512, blocks=80)
+ALONE = Schedule("alone, then a few", 24, 384, order_seed=1, alone=1, blocks=48)
+CHUNKS = Schedule("chunks of 1, 3, 127; 1 rank", 32, 160, order_seed=2, chunks=(1, 3, 127), blocks=64)
+PREEMPTED = Schedule("preempted; 2 ranks", 30, 256, order_seed=3, blocks=18)
+REUSE = Schedule("prefix reuse", 36, 320, order_seed=4, blocks=80, prefix_caching=True)
+PARTLY = Schedule("prefix reuse, partly warm", 44, 320, order_seed=5, blocks=56, prefix_caching=True)
+RANKS = Schedule("4 ranks, one empty", 32, 256, order_seed=6, blocks=64)
+COLD, WARM = f"{REUSE.name}, cold", f"{REUSE.name}, warm"
+# Expert-parallel ranks, each a process, and their shares of the requests.
+SHARES = {CHUNKS.name: (CHUNKS, (1,)), PREEMPTED.name: (PREEMPTED, (3, 2)), RANKS.name: (RANKS, (2, 1, 0, 2))}
+# Weights there and back: every other request. Simulated ranks, so that these are under test too.
+RELOADS = (
+    Schedule("new weights", 24, 512, blocks=48),
+    Schedule("old weights again", 16, 448, order_seed=7, ep_ranks=2, blocks=48),
 )
 
 
@@ -54,7 +65,7 @@ def run(console: Console) -> Report:
     started = time.monotonic()
     vocabulary, book = load_book()
     config, deployment = ModelConfig(vocab_size=vocabulary.size), Deployment()
-    requests = make_requests(book, PROMPT_LENGTHS, MAX_TOKENS)
+    requests = make_requests(book, PROMPT_LENGTHS, MAX_TOKENS, FAMILIES)
     report = Report(
         profile="cpu",
         packages={p: importlib.metadata.version(p) for p in PACKAGES},
@@ -68,40 +79,56 @@ def run(console: Console) -> Report:
         attestation=json.loads(bk.attest(required=PACKAGES).to_json()),
     )
     sides = Sides(config, deployment, requests)
+    half = Sides(config, deployment, requests[::2])
+    some = [replace(request, max_tokens=1) for request in half.requests]
+    runs: dict[str, Served] = {}
     with Progress(console=console) as progress, Workers(progress) as workers:
-        workers.track("rollout and reload", (len(SCHEDULES) + 2) * len(requests) * MAX_TOKENS)
-        reloading = workers.submit(
-            "reload to new weights and back", reload_and_serve, sides, (SCHEDULES[0], SCHEDULES[2])
-        )
-        serving = [workers.submit(f"rollout, {schedule.name}", serve, sides, schedule) for schedule in SCHEDULES]
+        # Six runs of all requests and those on ranks; the reload serves half of them twice.
+        workers.track("rollout and reload", (5 + len(SHARES) + 1) * len(requests) * MAX_TOKENS)
+        # The actor waits for the first, and the longest should not come last.
+        serving = workers.submit(f"rollout, {TOGETHER.name}", serve, sides, TOGETHER)
+        alone = workers.submit(f"rollout, {ALONE.name}", serve, sides, ALONE)
+        reloading = workers.submit("reload to new weights and back", reload_and_serve, half, RELOADS)
+        sharing = {
+            name: workers.submit(f"rollout, {name}", serve_ranks, sides, schedule, shares)
+            for name, (schedule, shares) in SHARES.items()
+        }
+        reusing = workers.submit(f"rollout, {REUSE.name}, cold and warm", serve_again, sides, REUSE, requests)
+        partly = workers.submit(f"rollout, {PARTLY.name}", serve_again, sides, PARTLY, some)
         faults = FaultStages.start(workers, config, deployment, book)
-        first = workers.result(serving[0])
+        first: Served = workers.result(serving)
         recomputing = workers.submit("actor", recompute, sides, OLD_SEED, first.tokens)
         reloaded = workers.result(reloading)
-        rechecking = workers.submit("actor, new weights", recompute, sides, NEW_SEED, reloaded.new.tokens)
-        runs = [workers.result(future) for future in serving]
-        expected = workers.result(recomputing).logprobs
-        actor = workers.result(rechecking)
+        rechecking = workers.submit("actor, new weights", recompute, half, NEW_SEED, reloaded.new.tokens)
+        runs[TOGETHER.name] = first
+        runs[ALONE.name] = workers.result(alone)
+        runs[COLD], runs[WARM] = workers.result(reusing)
+        runs[PARTLY.name] = workers.result(partly)[1]
+        runs |= {name: workers.result(future) for name, future in sharing.items()}
+        actor: Recomputed = workers.result(recomputing)
+        actor_new: Recomputed = workers.result(rechecking)
         faults.write_to(report, workers)
-    report.schedules = [
-        compare(schedule.name, run, first.tokens, expected) for schedule, run in zip(SCHEDULES, runs, strict=True)
-    ]
+
+    def against(name: str, run: Served, tokens: Mapping[str, Sequence[int]], expected: Recomputed) -> Comparison:
+        return compare(name, run, tokens, expected.logprobs, expected.digests)
+
+    report.schedules = [against(name, run, first.tokens, actor) for name, run in runs.items()]
     comparisons = [
-        compare("new weights", reloaded.new, reloaded.new.tokens, actor.logprobs),
-        compare("old weights again", reloaded.old, first.tokens, expected),
+        against(RELOADS[0].name, reloaded.new, reloaded.new.tokens, actor_new),
+        against(RELOADS[1].name, reloaded.old, {name: first.tokens[name] for name in reloaded.old.tokens}, actor),
     ]
     problems = list(reloaded.problems)
-    if reloaded.fingerprints != actor.fingerprints:
+    if reloaded.fingerprints != actor_new.fingerprints:
         problems.append("weight fingerprints of rollout and actor differ after the reload")
     report.reload = {
         "ok": not problems and not any(c.tokens_different for c in comparisons),
         "comparisons": comparisons,
         "tokens_changed_by_new_weights": sum(
-            a != b for name, row in first.tokens.items() for a, b in zip(row, reloaded.new.tokens[name], strict=True)
+            a != b for name, row in reloaded.new.tokens.items() for a, b in zip(row, first.tokens[name], strict=True)
         ),
         "problems": problems,
     }
-    report.coverage |= _coverage(config, requests, first.tokens, [run.plan for run in runs], report)
+    report.coverage |= _coverage(config, requests, first.tokens, {name: run.plan for name, run in runs.items()}, report)
     report.seconds = round(time.monotonic() - started, 1)
     return report
 
@@ -110,11 +137,12 @@ def _coverage(
     config: ModelConfig,
     requests: Sequence[Request],
     tokens: Mapping[str, Sequence[int]],
-    plans: Sequence[Plan],
+    plans: Mapping[str, Plan],
     report: Report,
 ) -> dict[str, Any]:
     """Numbers that would be zero in a vacuous run. A zero fails the run."""
     threshold = 4 * config.index_topk
+    reloads: Sequence[Comparison] = report.reload["comparisons"]
     lengths = [len(r.prompt) + len(tokens[r.name]) for r in requests]
     past = sum(max(0, length - threshold) for length in lengths)
     return {
@@ -122,11 +150,22 @@ def _coverage(
         "total_tokens": sum(lengths),
         "tokens_past_topk_threshold": past,
         "a_quarter_past_topk_threshold": 4 * past >= sum(lengths),
-        "two_thousand_tokens_compared": min(c.tokens_compared for c in report.schedules) >= 2000,
-        "prefill_splits": sum(p.prefill_splits for p in plans),
-        "mixed_steps": sum(p.mixed_steps for p in plans),
-        "preemptions": sum(p.preemptions for p in plans),
-        "largest_decode": max(p.largest_decode for p in plans),
+        "eight_schedules": len(report.schedules) >= 8,
+        "four_thousand_tokens_compared": min(c.tokens_compared for c in report.schedules) >= 4000,
+        "two_thousand_tokens_compared_after_each_reload": min(c.tokens_compared for c in reloads) >= 2000,
+        "prefill_splits": sum(p.prefill_splits for p in plans.values()),
+        "mixed_steps": sum(p.mixed_steps for p in plans.values()),
+        "steps_with_one_request": sum(p.single_steps for p in plans.values()),
+        "largest_decode": max(p.largest_decode for p in plans.values()),
+        "preemptions": sum(p.preemptions for p in plans.values()),
+        "cached_tokens_cold": plans[COLD].cached_tokens,
+        "cached_tokens_warm": plans[WARM].cached_tokens,
+        "cached_tokens_partly_warm": plans[PARTLY.name].cached_tokens,
+        "cached_blocks_evicted": sum(p.evictions for p in plans.values()),
+        "cached_blocks_checked": sum(p.blocks_checked for p in plans.values()),
+        "cached_blocks_unchanged": not any(p.blocks_changed for p in plans.values()),
+        "expert_ranks": max(p.ranks for p in plans.values()),
+        "empty_ranks": max(p.empty_ranks for p in plans.values()),
         "tokens_changed_by_new_weights": report.reload["tokens_changed_by_new_weights"],
     }
 

@@ -179,8 +179,7 @@ class DeepseekV4(Part):
         kv = rope(kv, table, batch.positions)
         probe("q", q, layer=n, rows=batch.rows)
         probe("kv", kv, layer=n, rows=batch.rows)
-        slots = batch.window_slots(batch.request, batch.positions)
-        sparse.quantize_and_insert_kv_(cache.window, kv, slots, block_size=self.deployment.window_page)
+        sparse.quantize_and_insert_kv_(cache.window, kv, batch.row_window_slots, block_size=self.deployment.window_page)
         entries = self._compressed_entries(n, x, low, batch, cache)
         out = torch.empty_like(q)
         if batch.num_decode:
@@ -234,9 +233,7 @@ class DeepseekV4(Part):
         """
         width = state.shape[1] // 2
         value, score = bk.fixed_order_mm(x, part.wkv_gate.weight).split(width, -1)
-        slots = batch.state_slots(batch.request, batch.positions)
-        state[slots, :width] = value
-        state[slots, width:] = score + part.ape[batch.positions % ratio]
+        state.index_copy_(0, batch.row_state_slots, torch.cat([value, score + part.ape[batch.positions % ratio]], 1))
         done = ((batch.positions + 1) % ratio == 0).nonzero().squeeze(1)
         series = width // dim
         # The window of an entry: its own tokens with the last series, before them (C4) the previous ones with series 0.
@@ -245,7 +242,7 @@ class DeepseekV4(Part):
         rows = batch.state_slots(batch.request[done, None].expand_as(where), where)
         chunks = []
         for some in rows.split(256):
-            gathered = state[some.clamp(min=0)].unflatten(-1, (2, series, dim))
+            gathered = state.index_select(0, some.clamp(min=0).flatten()).view(*some.shape, 2, series, dim)
             if series == 2:
                 gathered = torch.cat([gathered[:, :ratio, :, 0], gathered[:, ratio:, :, 1]], 1)
             else:

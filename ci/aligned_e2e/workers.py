@@ -19,6 +19,10 @@ __all__ = ["Workers", "advance", "connect", "ticks"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Tensors of some megabytes come and go in every op. glibc would give their memory back to the system each time, and
+# getting it anew costs more than the arithmetic. It reads these when a process starts.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": 1 << 30, "MALLOC_TRIM_THRESHOLD_": 1 << 32}
+
 _ticks: multiprocessing.queues.Queue[int] | None = None  # set in a worker process
 
 
@@ -47,6 +51,8 @@ class Workers:
     """
 
     def __init__(self, progress: Progress) -> None:
+        for name, size in _MALLOC.items():
+            os.environ.setdefault(name, str(size))
         context = multiprocessing.get_context("spawn")
         self._progress = progress
         self._ticks: multiprocessing.queues.Queue[int] = context.Queue()

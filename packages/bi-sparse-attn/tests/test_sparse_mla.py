@@ -225,7 +225,7 @@ def test_tiles_and_threads_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = sparse_mla_fwd(q, kv, indices, sm_scale=SCALE)
     for tile, threads in ((1, 1), (5, 2), (36, 1), (128, 1)):
         monkeypatch.setattr(reference, "_SHARED_TILE", tile)
-        monkeypatch.setattr(reference, "_OWN_TILE", (tile + 1) // 2)
+        monkeypatch.setattr(reference, "_OWN_ENTRIES", tile * 100)
         with num_threads(threads):
             assert_same(sparse_mla_fwd(q, kv, indices, sm_scale=SCALE), expected, f"tile={tile} threads={threads}")
 

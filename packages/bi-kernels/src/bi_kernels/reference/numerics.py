@@ -187,6 +187,7 @@ def sqrt(x: torch.Tensor) -> torch.Tensor:
     return torch.sqrt(x.double()).float()
 
 
+@_in_blocks
 def log1p(u: torch.Tensor) -> torch.Tensor:
     """Float32 ``ln(1 + u)`` for ``0 <= u <= 1``, written out in fma.
 

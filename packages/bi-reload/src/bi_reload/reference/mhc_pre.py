@@ -189,11 +189,14 @@ def mix_and_collapse(
     pre, post = gates[:4] + hc_eps, gates[4:] * post_mult
 
     comb = exponentials[8:].view(comb.shape)
-    comb = comb / _add_ascending(comb.unbind(1))[:, None] + hc_eps
-    comb = comb / (_add_ascending(comb.unbind(0)) + hc_eps)
+    # In place, on views that stay: these are most of the torch calls.
+    by_column, by_row = comb.unbind(1), comb.unbind(0)
+    total = torch.empty_like(by_row[0])
+    comb.div_(_add_ascending_(by_column, total).unsqueeze(1)).add_(hc_eps)
+    comb.div_(_add_ascending_(by_row, total).add_(hc_eps))
     for _ in range(sinkhorn_iters - 1):
-        comb = comb / (_add_ascending(comb.unbind(1)) + hc_eps)[:, None]
-        comb = comb / (_add_ascending(comb.unbind(0)) + hc_eps)
+        comb.div_(_add_ascending_(by_column, total).add_(hc_eps).unsqueeze(1))
+        comb.div_(_add_ascending_(by_row, total).add_(hc_eps))
 
     layer_input = collapse_streams(pre, streams)
     if norm_weight is not None:
@@ -281,6 +284,12 @@ def _split_groups(k: int, num_splits: int) -> list[tuple[int, int, int]]:
         (longer * (width + BLOCK_K), width, num_splits - longer),
     ]
     return [group for group in groups if group[2]]
+
+
+def _add_ascending_(terms: tuple[torch.Tensor, ...], total: torch.Tensor) -> torch.Tensor:
+    """Write the sum of four terms to ``total``, ascending."""
+    first, second, third, fourth = terms
+    return torch.add(first, second, out=total).add_(third).add_(fourth)
 
 
 def _add_ascending(terms: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:

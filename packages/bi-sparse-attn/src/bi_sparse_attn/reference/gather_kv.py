@@ -57,8 +57,8 @@ def quantize_and_insert_kv_(
     block, entry = _split(slots[kept], block_size)
     rows = kv[kept]
     codes, scale = _quantize(rows[:, :_NOPE].float().reshape(-1, _NOPE // _GROUP, _GROUP))
-    data[block, entry] = torch.cat([codes.flatten(1), rows[:, _NOPE:].contiguous().view(torch.uint8)], dim=1)
-    scales[block, entry] = pack_ue8m0(scale).view(torch.uint8)  # 7 bytes, and the 0 that fills the second word
+    _put(data, block, entry, torch.cat([codes.flatten(1), rows[:, _NOPE:].contiguous().view(torch.uint8)], dim=1))
+    _put(scales, block, entry, pack_ue8m0(scale).view(torch.uint8))  # 7 bytes, and the 0 that fills the second word
     return cache
 
 
@@ -70,9 +70,9 @@ def gather_kv(
     _check_slots("slots", slots, cache.shape[0] * block_size)
     kept = slots >= 0
     block, entry = _split(slots[kept], block_size)
-    page_rows = data[block, entry]
+    page_rows = _words(data)[block, entry].view(torch.uint8)
     codes = page_rows[:, :_NOPE].int().view(-1, _NOPE // _GROUP, _GROUP)
-    exponents = scales[block, entry][:, :-1].int().unsqueeze(-1)
+    exponents = _words(scales)[block, entry].view(torch.uint8)[:, :-1].int().unsqueeze(-1)
     nope = torch.index_select(_dequantized(cache.device), 0, ((exponents << 8) | codes).flatten()).view(-1, _NOPE)
     rope = page_rows[:, _NOPE:].contiguous().view(torch.bfloat16)
     if out is None:
@@ -90,7 +90,7 @@ def quantize_and_insert_index_k_(
     kept = _check_insert(slots, cache.shape[0] * block_size)
     block, entry = _split(slots[kept], block_size)
     codes, scale = _quantize(k[kept].float().unsqueeze(1))
-    data[block, entry] = codes.squeeze(1)
+    _put(data, block, entry, codes.squeeze(1))
     scales[block, entry] = scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return cache
 
@@ -114,7 +114,7 @@ def gather_index_k(
         out_scale = torch.empty(slots.shape, dtype=torch.float32, device=cache.device)
     q = out_q.view(torch.uint8)
     q.zero_()
-    q[kept] = data[block, entry]
+    q[kept] = _words(data)[block, entry].view(torch.uint8)
     out_scale.zero_()
     out_scale[kept] = scales[block, entry].view(torch.float32).squeeze(1)
     return out_q, out_scale
@@ -165,6 +165,18 @@ def _page(cache: torch.Tensor, block_size: int, data_bytes: int, scale_bytes: in
     data = cache[:, : block_size * data_bytes]
     scales = cache[:, block_size * data_bytes : block_size * (data_bytes + scale_bytes)]
     return data.view(-1, block_size, data_bytes), scales.view(-1, block_size, scale_bytes)
+
+
+def _words(page: torch.Tensor) -> torch.Tensor:
+    """A view of the bytes as int64 where they are aligned: an eighth of the elements to index."""
+    steps = (*page.stride()[:-1], page.shape[-1], page.storage_offset(), page.data_ptr())
+    return page if any(step % 8 for step in steps) else page.view(torch.int64)
+
+
+def _put(page: torch.Tensor, block: torch.Tensor, entry: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write ``(n, bytes)`` uint8 to entries of a page view."""
+    words = _words(page)
+    words[block, entry] = rows.contiguous().view(words.dtype)
 
 
 def _split(slots: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:

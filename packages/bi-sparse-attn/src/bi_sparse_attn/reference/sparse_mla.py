@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,8 +14,8 @@ from bi_kernels.reference.numerics import canonical_nan, exp, exp_f64, log, mm_r
 __all__ = ["SparseMlaOutput", "sparse_mla_fwd"]
 
 _BLOCK = 64  # list entries that share one running maximum: part of the arithmetic
-_SHARED_TILE = 64  # tokens worked on together where they share rows: no part of the arithmetic
-_OWN_TILE = 64  # and where they do not: their rows in float64 stay in the last-level cache
+_SHARED_TILE = 128  # tokens worked on together where they share rows: no part of the arithmetic
+_OWN_ENTRIES = 4096  # list entries of tokens that do not: their rows in float64 stay in the last-level cache
 _SHARING = 4  # entries per distinct row from which on it pays to multiply rows once for all tokens
 _F64_UNIT = 2.0**-53
 
@@ -69,19 +70,26 @@ def sparse_mla_fwd(
     if topk_length is not None:
         valid &= column < topk_length.unsqueeze(1)
     for first in range(0, tokens, _SHARED_TILE):
-        tile = slice(first, first + _SHARED_TILE)
-        rows, place = _distinct(indices[tile].long(), valid[tile], kv.shape[0])
+        tile = slice(first, min(first + _SHARED_TILE, tokens))
+        # Past the last valid entry m, den and acc stay as they are: alpha is 1 and every p is 0.
+        used = valid[tile].any(0).nonzero()
+        if not len(used):
+            continue
+        width = (int(used[-1]) // _BLOCK + 1) * _BLOCK
+        indices_here, ok = indices[tile, :width].long(), valid[tile, :width]
+        rows, place = _distinct(indices_here, ok, kv.shape[0])
         # 0 * inf is NaN: a row that is not finite must not meet the zero weights of tokens that do not list it.
         shared = None
-        if len(rows) and _SHARING * len(rows) <= int(valid[tile].sum()):
-            shared = _SharedEntries(q[tile], kv.index_select(0, rows), place, valid[tile])
+        if _SHARING * len(rows) <= int(ok.sum()):
+            shared = _SharedEntries(q[tile], kv.index_select(0, rows), place, ok)
         if shared is not None and shared.finite:
-            work: list[tuple[slice, _Entries]] = [(tile, shared)]
-        else:
-            parts = [slice(i, min(i + _OWN_TILE, tokens)) for i in range(first, min(tile.stop, tokens), _OWN_TILE)]
-            work = [(part, _OwnEntries(q[part], kv, indices[part].long(), valid[part])) for part in parts]
-        for part, entries in work:
-            _attend(entries, valid[part], sm_scale, acc[part], den[part], m[part])
+            _attend(shared, ok, sm_scale, acc[tile], den[tile], m[tile])
+            continue
+        step = max(1, _OWN_ENTRIES // width)
+        for start in range(0, len(ok), step):
+            part = slice(start, start + step)
+            own = _OwnEntries(q[tile][part], kv, indices_here[part], ok[part])
+            _attend(own, ok[part], sm_scale, acc[tile][part], den[tile][part], m[tile][part])
     total = den if attn_sink is None else den + exp(attn_sink - m)
     empty = m == -torch.inf
     out.copy_(to_bf16(acc.div_(total.unsqueeze(-1))).masked_fill_(empty.unsqueeze(-1), 0.0))
@@ -90,26 +98,26 @@ def sparse_mla_fwd(
 
 
 def _attend(
-    entries: _Entries, valid: torch.Tensor, sm_scale: float, acc: torch.Tensor, den: torch.Tensor, m: torch.Tensor
+    entries: _Entries, ok: torch.Tensor, sm_scale: float, acc: torch.Tensor, den: torch.Tensor, m: torch.Tensor
 ) -> None:
-    """Take every block of the tokens' lists into ``acc``, ``den`` and ``m``."""
-    scale = torch.tensor(sm_scale, dtype=torch.float32)
-    for first in range(0, valid.shape[1], _BLOCK):
-        block = slice(first, first + _BLOCK)
-        ok = valid[:, block]
-        if not bool(ok.any()):
-            continue  # m, den and acc would come out as they are: alpha is 1 and every p is 0
-        s = entries.scores(block).mul_(scale).add_(0.0)  # -0 + 0 = +0: max() may return either
-        if not bool(ok.all()):
-            s = torch.where(ok.unsqueeze(1), s, -torch.inf)
-        new_m = torch.maximum(m, s.amax(-1))
-        shift = torch.where(new_m == -torch.inf, 0.0, new_m).unsqueeze(-1)
-        # One call for alpha and P: exp works element by element.
-        powers = exp_f64((torch.cat([m.unsqueeze(-1), s], dim=2) - shift).double()).float()
-        alpha, p = powers[..., :1], powers[..., 1:]
-        den.mul_(alpha.squeeze(-1)).add_(tree_sum(p))
-        acc.mul_(alpha).add_(entries.weighted_sum(block, p.bfloat16()))
-        m.copy_(new_m)
+    """Take the blocks of the tokens' lists into ``acc``, ``den`` and ``m``, which are as at the start."""
+    s = entries.scores().mul_(torch.tensor(sm_scale, dtype=torch.float32)).add_(0.0)  # -0 + 0 = +0: as for max()
+    if not bool(ok.all()):
+        s = torch.where(ok.unsqueeze(1), s, -torch.inf)
+    blocks = s.unflatten(2, (-1, _BLOCK))
+    # Only acc and den need the blocks one after the other.
+    running = list(itertools.accumulate(blocks.amax(-1).unbind(-1), torch.maximum))
+    after = torch.stack(running, -1)
+    before = torch.stack([m, *running[:-1]], -1)
+    shift = torch.where(after == -torch.inf, 0.0, after).unsqueeze(-1)
+    # One call for alpha and P: exp works element by element.
+    powers = exp_f64((torch.cat([before.unsqueeze(-1), blocks], -1) - shift).double()).float()
+    alpha, p = powers[..., 0], powers[..., 1:]
+    sums = tree_sum(p)
+    for n, weighted in enumerate(entries.weighted_sums(p.bfloat16())):
+        den.mul_(alpha[..., n]).add_(sums[..., n])
+        acc.mul_(alpha[..., n, None]).add_(weighted)
+    m.copy_(running[-1])
 
 
 def _distinct(indices: torch.Tensor, ok: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,11 +139,15 @@ class _Entries(Protocol):
     show.
     """
 
-    def scores(self, block: slice) -> torch.Tensor:
-        """Dot products of the queries with the rows of a block of entries: ``(tokens, heads, entries)``."""
+    def scores(self) -> torch.Tensor:
+        """Dot products of the queries with the entries' rows: ``(tokens, heads, entries)``."""
 
-    def weighted_sum(self, block: slice, p: torch.Tensor) -> torch.Tensor:
-        """Sum of those rows with bfloat16 weights ``p`` ``(tokens, heads, entries)``: ``(tokens, heads, 512)``."""
+    def weighted_sums(self, p: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Sums of each block's rows with bfloat16 weights ``p`` ``(tokens, heads, blocks, 64)``.
+
+        Yields:
+            ``(tokens, heads, 512)`` float32 for each block.
+        """
 
 
 class _SharedEntries:
@@ -146,48 +158,51 @@ class _SharedEntries:
         self._extent = _Extent.of(rows)
         self.finite = self._extent.finite()
 
-    @functools.cached_property
-    def _dots(self) -> torch.Tensor:
+    def scores(self) -> torch.Tensor:
         q = self._q.flatten(0, 1)
-        return _mm_rn(q, _Extent.of(q), self._rows, self._rows64, self._extent).view(*self._q.shape[:2], -1)
+        dots = _mm_rn(q, _Extent.of(q), self._rows, self._rows64, self._extent).view(*self._q.shape[:2], -1)
+        return torch.gather(dots, 2, self._place.unsqueeze(1).expand(-1, dots.shape[1], -1))
 
-    def scores(self, block: slice) -> torch.Tensor:
-        place = self._place[:, block].unsqueeze(1)
-        return torch.gather(self._dots, 2, place.expand(-1, self._dots.shape[1], -1))
-
-    def weighted_sum(self, block: slice, p: torch.Tensor) -> torch.Tensor:
-        some, place = _distinct(self._place[:, block], self._ok[:, block], len(self._rows))
-        # A list that names a row several times adds equal 8-bit weights to each other: exact in float32, in any order.
-        spread = torch.zeros((*p.shape[:2], len(some)), dtype=torch.float32, device=p.device)
-        spread.scatter_add_(2, place.unsqueeze(1).expand(p.shape), p.float())
-        # Adding them neither makes the grain finer nor reaches beyond entries times the greatest.
-        extent = _Extent.of(p.flatten(0, 1))
-        rows, rows64 = self._rows.index_select(0, some), self._rows64.index_select(0, some)
-        sums = _mm_rn(spread.flatten(0, 1), extent, rows.mT, rows64.mT, self._extent.over_rows(), terms=p.shape[2])
-        return sums.view(*p.shape[:2], -1)
+    def weighted_sums(self, p: torch.Tensor) -> Iterator[torch.Tensor]:
+        lists = zip(p.unbind(2), self._place.split(_BLOCK, 1), self._ok.split(_BLOCK, 1), strict=True)
+        for weights, place, ok in lists:
+            some, place = _distinct(place, ok, len(self._rows))
+            if not len(some):
+                yield torch.zeros(())
+                continue
+            # A list that names a row several times adds equal 8-bit weights: exact in float32, in any order.
+            spread = torch.zeros((*weights.shape[:2], len(some)), dtype=torch.float32, device=p.device)
+            spread.scatter_add_(2, place.unsqueeze(1).expand(weights.shape), weights.float())
+            # Adding them neither makes the grain finer nor reaches beyond entries times the greatest.
+            extent = _Extent.of(weights.flatten(0, 1))
+            rows, rows64 = self._rows.index_select(0, some), self._rows64.index_select(0, some)
+            sums = _mm_rn(spread.flatten(0, 1), extent, rows.mT, rows64.mT, self._extent.over_rows(), terms=_BLOCK)
+            yield sums.view(*weights.shape[:2], -1)
 
 
 class _OwnEntries:
     """:class:`_Entries` of tokens each of which has rows of its own."""
 
     def __init__(self, q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, ok: torch.Tensor) -> None:
-        self._q, self._kv, self._indices, self._ok = q, kv, indices, ok
-        self._q_extent = _Extent.of(q)
-
-    def scores(self, block: slice) -> torch.Tensor:
-        ok = self._ok[:, block]
-        indices = torch.where(ok, self._indices[:, block], 0)
-        self._rows = self._kv.index_select(0, indices.flatten()).view(*ok.shape, -1)
+        self._q = q
+        self._rows = kv.index_select(0, torch.where(ok, indices, 0).flatten()).view(*ok.shape, -1)
         self._extent = _Extent.of(self._rows)
         if not self._extent.finite():
             # 0 * inf is NaN, and an entry that is not valid stands for some row that is there.
             self._rows[~ok] = 0
             self._extent = _Extent.of(self._rows)
         self._rows64 = self._rows.double()
-        return _mm_rn(self._q, self._q_extent, self._rows, self._rows64, self._extent)
 
-    def weighted_sum(self, block: slice, p: torch.Tensor) -> torch.Tensor:
-        return _mm_rn(p, _Extent.of(p), self._rows.mT, self._rows64.mT, self._extent.over_rows())
+    def scores(self) -> torch.Tensor:
+        return _mm_rn(self._q, _Extent.of(self._q), self._rows, self._rows64, self._extent)
+
+    def weighted_sums(self, p: torch.Tensor) -> Iterator[torch.Tensor]:
+        tokens, _, blocks, _ = p.shape
+        weights = p.transpose(1, 2).flatten(0, 1)
+        rows, rows64 = (x.unflatten(1, (blocks, _BLOCK)).flatten(0, 1).mT for x in (self._rows, self._rows64))
+        extent = _Extent(*(x.view(tokens * blocks, _BLOCK) for x in self._extent)).over_rows()
+        sums = _mm_rn(weights, _Extent.of(weights), rows, rows64, extent)
+        yield from sums.view(tokens, blocks, *sums.shape[1:]).unbind(1)
 
 
 class _Extent(NamedTuple):
