@@ -161,11 +161,13 @@ def anchors(session: nox.Session, vllm: str) -> None:
 
 @nox.session(default=False, requires=all_built, venv_params=VENV)
 def aligned_e2e(session: nox.Session) -> None:
-    """The full aligned stack: four wheels, their suites, then rollout, actor and reload. ``-- --profile cpu`` etc."""
+    """The aligned stack: wheels, suites, fuzzing, then rollout, actor, reload, faults. ``-- --profile cpu`` etc."""
     install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, "transformers", *TESTING)
     for package in PACKAGES:
         run_tests(session, package, "not gpu")
     session.env["PYTHONPATH"] = str(ROOT / "ci")
+    faults = [f"ci/tests/test_{name}.py" for name in ("cases", "robustness", "fuzz_ops", "fuzz_bytes")]
+    session.run("python", "-m", "pytest", "-p", "bi_kernels.testing.pytest_plugin", "-q", *in_parallel(), *faults)
     session.run("python", "-m", "aligned_e2e", *session.posargs)
 
 
