@@ -142,6 +142,14 @@ def sanitizer(session: nox.Session, package: str) -> None:
     session.run("bash", "ci/gpu/sanitize.sh", package, external=True)
 
 
+@nox.session(default=False, requires=all_built, venv_params=VENV)
+def fuzz(session: nox.Session) -> None:
+    """Coverage-guided fuzzing of everything that takes bytes: ``-- --seconds 20``, ``-- kv_page`` etc."""
+    install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, "atheris")
+    session.env["PYTHONPATH"] = str(ROOT / "ci")
+    session.run("python", "-m", "fuzz", *session.posargs)
+
+
 @nox.session(tags=["release"], default=False, venv_params=VENV)
 @nox.parametrize("vllm", VLLM_VERSIONS, ids=VLLM_VERSIONS)
 def anchors(session: nox.Session, vllm: str) -> None:
@@ -154,7 +162,7 @@ def anchors(session: nox.Session, vllm: str) -> None:
 @nox.session(default=False, requires=all_built, venv_params=VENV)
 def aligned_e2e(session: nox.Session) -> None:
     """The full aligned stack: four wheels, their suites, then rollout, actor and reload. ``-- --profile cpu`` etc."""
-    install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, *TESTING)
+    install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, "transformers", *TESTING)
     for package in PACKAGES:
         run_tests(session, package, "not gpu")
     session.env["PYTHONPATH"] = str(ROOT / "ci")

@@ -9,7 +9,7 @@ import sys
 from rich.console import Console
 
 from . import cpu
-from .report import Report
+from .report import Report, ReportError, check_report
 
 _PROFILES = {"cpu": cpu.run}
 _OUTPUT = pathlib.Path("build") / "aligned_e2e" / "report.json"
@@ -20,8 +20,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="aligned_e2e", description=__doc__)
     parser.add_argument("--profile", choices=("cpu", "h100", "h200", "gb200"), default="cpu")
     parser.add_argument("--output", type=pathlib.Path, default=_OUTPUT, help="where the report goes")
+    parser.add_argument("--check", type=pathlib.Path, metavar="REPORT", help="only read a report and say what it says")
     arguments = parser.parse_args(argv)
     console = Console()
+    if arguments.check is not None:
+        return _check(console, arguments.check)
     if arguments.profile not in _PROFILES:
         console.print(
             f"profile {arguments.profile}: expected vLLM 0.26.0 on a Hopper or Blackwell machine, and the CUDA kernels "
@@ -33,6 +36,18 @@ def main(argv: list[str] | None = None) -> int:
     report.print(console)
     console.print(f"report: {arguments.output}")
     return 1 if report.failures else 0
+
+
+def _check(console: Console, path: pathlib.Path) -> int:
+    """Exit code 0: unchanged and aligned, 1: not aligned, 2: no report, or changed."""
+    try:
+        failures = check_report(path)
+    except ReportError as error:
+        console.print(str(error), markup=False)
+        return 2
+    for failure in failures:
+        console.print(f"FAILED {failure}", markup=False)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from rich.progress import Progress
 import bi_kernels as bk
 
 from .config import Deployment, ModelConfig
+from .faults import FaultStages, require_transformers
 from .prompts import Request, load_book, make_requests
 from .ranks import serve_ranks
 from .report import Comparison, Report, compare
@@ -60,6 +61,7 @@ def run(console: Console) -> Report:
     Each run has its own process with one thread, as many at a time as there are cores; the actor with the new weights
     has two threads. None of it may show in the bits.
     """
+    require_transformers()
     started = time.monotonic()
     vocabulary, book = load_book()
     config, deployment = ModelConfig(vocab_size=vocabulary.size), Deployment()
@@ -93,6 +95,7 @@ def run(console: Console) -> Report:
         }
         reusing = workers.submit(f"rollout, {REUSE.name}, cold and warm", serve_again, sides, REUSE, requests)
         partly = workers.submit(f"rollout, {PARTLY.name}", serve_again, sides, PARTLY, some)
+        faults = FaultStages.start(workers, config, deployment, book)
         first: Served = workers.result(serving)
         recomputing = workers.submit("actor", recompute, sides, OLD_SEED, first.tokens)
         reloaded = workers.result(reloading)
@@ -104,6 +107,7 @@ def run(console: Console) -> Report:
         runs |= {name: workers.result(future) for name, future in sharing.items()}
         actor: Recomputed = workers.result(recomputing)
         actor_new: Recomputed = workers.result(rechecking)
+        faults.write_to(report, workers)
 
     def against(name: str, run: Served, tokens: Mapping[str, Sequence[int]], expected: Recomputed) -> Comparison:
         return compare(name, run, tokens, expected.logprobs, expected.digests)
@@ -124,7 +128,7 @@ def run(console: Console) -> Report:
         ),
         "problems": problems,
     }
-    report.coverage = _coverage(config, requests, first.tokens, {name: run.plan for name, run in runs.items()}, report)
+    report.coverage |= _coverage(config, requests, first.tokens, {name: run.plan for name, run in runs.items()}, report)
     report.seconds = round(time.monotonic() - started, 1)
     return report
 

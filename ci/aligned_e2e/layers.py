@@ -14,7 +14,12 @@ from bi_kernels.reference import numerics
 
 from .config import ModelConfig
 
-__all__ = ["pool_entries", "rms_norm", "rope", "rope_table"]
+__all__ = ["pool_entries", "rms_norm", "rope", "rope_table", "rounded"]
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """Activations as they are kept between ops: bfloat16. The one place that a precision policy replaces."""
+    return x.bfloat16()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -28,7 +33,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     wide = x.float()
     mean = numerics.tree_sum(wide * wide) / x.shape[-1]
     scaled = wide * (1.0 / numerics.sqrt(mean + eps)).unsqueeze(-1)
-    return (scaled if weight is None else scaled * weight.float()).bfloat16()
+    return rounded(scaled if weight is None else scaled * weight.float())
 
 
 def rope_table(config: ModelConfig, ratio: int, positions: int) -> torch.Tensor:
@@ -74,7 +79,7 @@ def rope(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, *, inver
         sin = -sin
     even, odd = x[..., -2 * pairs :].float().unflatten(-1, (pairs, 2)).unbind(-1)
     turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
-    return torch.cat([x[..., : -2 * pairs].bfloat16(), turned.bfloat16()], -1)
+    return torch.cat([rounded(x[..., : -2 * pairs]), rounded(turned)], -1)
 
 
 def pool_entries(values: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

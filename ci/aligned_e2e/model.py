@@ -17,10 +17,10 @@ import bi_kernels as bk
 import bi_moe_deepep as moe
 import bi_reload as reload
 import bi_sparse_attn as sparse
-from bi_kernels.testing.trace import probe
+from bi_kernels.testing.trace import note_plan, probe
 
 from .config import Deployment, ModelConfig
-from .layers import pool_entries, rms_norm, rope, rope_table
+from .layers import pool_entries, rms_norm, rope, rope_table, rounded
 from .paged import Batch, Caches, LayerCache, Segment
 
 __all__ = ["DeepseekV4"]
@@ -113,11 +113,15 @@ class DeepseekV4(Part):
         layer_input, post, comb, residual = pre
         for n, cache in enumerate(caches.layers):
             probe("mhc_pre, attention", layer_input, layer=n, rows=batch.rows)
+            probe("mhc_pre post_mix, attention", post, layer=n, rows=batch.rows)
+            probe("mhc_pre comb_mix, attention", comb, layer=n, rows=batch.rows)
             attended = self._attention(n, layer_input, batch, cache)
             residual = reload.mhc_post(attended, residual, post, comb)
             probe("mhc_post, attention", residual, layer=n, rows=batch.rows)
             layer_input, post, comb = self._pre(residual, n, "ffn")
             probe("mhc_pre, ffn", layer_input, layer=n, rows=batch.rows)
+            probe("mhc_pre post_mix, ffn", post, layer=n, rows=batch.rows)
+            probe("mhc_pre comb_mix, ffn", comb, layer=n, rows=batch.rows)
             residual = reload.mhc_post(self._ffn(n, layer_input, token_ids, batch), residual, post, comb)
             probe("mhc_post, ffn", residual, layer=n, rows=batch.rows)
             if n + 1 < c.num_layers:
@@ -282,7 +286,9 @@ class DeepseekV4(Part):
     ) -> None:  # fmt: skip
         """Rows of one request: gather its entries and its window once, then attend chunk by chunk."""
         c, d, ratio = self.config, self.deployment, self.config.compress_ratios[n]
-        for chunk in sparse.plan_prefill_chunks([segment.rows], chunk_tokens=d.prefill_chunk):
+        chunks = sparse.plan_prefill_chunks([segment.rows], chunk_tokens=d.prefill_chunk)
+        note_plan(f"prefill chunks of {segment.rows} rows", [chunk[1:] for chunk in chunks])
+        for chunk in chunks:
             start = segment.start + chunk.start
             stop = segment.start + chunk.stop
             rows = slice(segment.first_row + chunk.start, segment.first_row + chunk.stop)
@@ -359,13 +365,14 @@ class DeepseekV4(Part):
             routed_scaling_factor=c.routed_scaling_factor,
         )
         probe("selected experts", ids, layer=n, rows=batch.rows)
+        probe("expert weights", weights, layer=n, rows=batch.rows)
         routed = self._routed(x, weights, ids, ffn.experts, batch.bucket)
         probe("routed experts", routed, layer=n, rows=batch.rows)
         shared = ffn.shared_experts
         hidden = bk.silu_and_mul(self._linear(x, shared.w13), clamp_limit=c.swiglu_limit, arch=c.arch)
         shared_out = self._linear(hidden, shared.w2)
         probe("shared expert", shared_out, layer=n, rows=batch.rows)
-        return (routed.float() + shared_out.float()).bfloat16()
+        return rounded(routed.float() + shared_out.float())
 
     def set_expert_ranks(self, ranks: int) -> None:
         """Share the experts among so many simulated ranks from now on; must not show in the bits."""
@@ -411,6 +418,7 @@ class DeepseekV4(Part):
             weight = [t[own] for t in (experts.w13.weight, experts.w13.scale, experts.w2.weight, experts.w2.scale)]
             # Every rank pads its rows to the same bucket, so that all run the same number of slices.
             plan = moe.plan_slices(-(-bucket // d.expert_capacity) * d.expert_capacity, capacity=d.expert_capacity)
+            note_plan("expert capacity", plan.capacity)
             dispatcher = moe.StagedDispatcher(
                 transport, num_experts=c.num_experts, capacity=plan.capacity, num_slices=plan.num_slices
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import pathlib
@@ -12,9 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bi_kernels.runtime.errors import BatchInvarianceError
+
+from .findings import Agreement, Finding
 from .sides import Served
 
-__all__ = ["Comparison", "Report", "compare"]
+__all__ = ["Comparison", "Report", "ReportError", "check_report", "compare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,9 @@ class Report:
     schedules: list[Comparison] = field(default_factory=list)
     reload: dict[str, Any] = field(default_factory=dict)
     coverage: dict[str, Any] = field(default_factory=dict)
+    sabotages: list[Finding] = field(default_factory=list)
+    oracle: Agreement | None = None
+    cases: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -86,12 +93,16 @@ class Report:
         found += [f"vacuous: {name} is {value}" for name, value in self.coverage.items() if not value]
         if self.reload and not self.reload["ok"]:
             found.append(f"reload: {self.reload['problems']}")
+        found += [f"sabotage, {s.name}: caught by {s.caught_by}, {s.detail}" for s in self.sabotages if not s.caught]
+        if self.oracle is not None:
+            found += self.oracle.problems
         return found
 
     def write(self, path: pathlib.Path) -> None:
         """Write the report as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self) | {"failures": self.failures}, indent=2) + "\n", encoding="utf-8")
+        record = asdict(self) | {"failures": self.failures}
+        path.write_text(json.dumps(record | {"digest": _digest(record)}, indent=2) + "\n", encoding="utf-8")
 
     def print(self, console: Console) -> None:
         """Print the comparison and what the runs covered."""
@@ -103,8 +114,47 @@ class Report:
             did = (row.plan[k] for k in ("steps", "prefill_splits", "mixed_steps", "preemptions"))
             table.add_row(row.name, *map(str, (*shown, *did)), style="red" if row.tokens_different else None)
         console.print(table)
+        if self.sabotages:
+            table = Table(title="sabotages")
+            for column in ("fault", "caught by", "layer", "op"):
+                table.add_column(column)
+            for fault in self.sabotages:
+                where = (fault.located_layer, fault.located_op)
+                cells = (fault.name, fault.caught_by or "nobody", *("" if w is None else str(w) for w in where))
+                table.add_row(*cells, style=None if fault.caught else "red")
+            console.print(table)
+        if self.oracle is not None:
+            console.print(self.oracle.summary)
         for failure in self.failures:
             console.print(f"[red]FAILED[/red] {failure}")
         if not self.failures:
             total = sum(r.tokens_compared for r in [*self.schedules, *self.reload.get("comparisons", [])])
             console.print(f"{total} generated tokens compared, 0 different, in {self.seconds:.0f} s")
+
+
+class ReportError(BatchInvarianceError):
+    """A report file is damaged, incomplete, or something else."""
+
+
+def check_report(path: pathlib.Path) -> list[str]:
+    """Read a report back and return its failures; empty if the run was aligned.
+
+    Raises:
+        ReportError: The file is missing, was changed after it was written, or is no report.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        digest = record.pop("digest")
+        failures = [str(failure) for failure in record["failures"]]
+        compared = [row["tokens_compared"] for row in record["schedules"]]
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ReportError(f"{path}: expected a report, got something else ({error}). Run the profile again.") from error
+    if digest != _digest(record):
+        raise ReportError(f"{path}: expected the digest that it was written with, got other contents. Run it again.")
+    return failures if compared else [*failures, "nothing was compared"]
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    """sha256 of the canonical JSON, as it reads after a round trip."""
+    plain = json.loads(json.dumps(record))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -11,7 +11,7 @@ import torch
 import bi_kernels as bk
 import bi_reload as reload
 from bi_kernels.reference import numerics
-from bi_kernels.runtime.errors import CapacityError
+from bi_kernels.runtime.errors import ArgumentError, CapacityError
 from bi_kernels.testing.trace import row_digests
 
 from .config import Deployment
@@ -277,7 +277,19 @@ def draw(logits: torch.Tensor, draws: Sequence[tuple[int, int]], temperature: fl
 
     Returns:
         ``(rows,)`` int64. Ties go to the lower token id.
+
+    Raises:
+        ArgumentError: A logit is NaN or infinite. Nothing was drawn.
     """
+    finite = torch.isfinite(logits).all(1)
+    if not bool(finite.all()):
+        seed, index = draws[int((~finite).nonzero()[0])]
+        raise ArgumentError(
+            "logits",
+            "finite numbers",
+            f"NaN or infinity for draw {index} of seed {seed}",
+            "A page was read that nobody wrote, or weights are damaged: trace the run and bisect it.",
+        )
     uniform = torch.stack(
         [
             torch.rand(logits.shape[1], generator=torch.Generator().manual_seed(seed * 1_000_003 + index))

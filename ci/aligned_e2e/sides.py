@@ -28,6 +28,7 @@ __all__ = [
     "make_engine",
     "recompute",
     "reload_and_serve",
+    "send_weights",
     "serve",
     "serve_again",
     "serve_on",
@@ -142,7 +143,8 @@ def send_weights(
     names = sorted(checkpoint)
     generator = torch.Generator().manual_seed(bucket_seed)
     names = [names[i] for i in torch.randperm(len(names), generator=generator).tolist()]
-    manifest = {name: reload.TensorSpec.of(checkpoint[name]) for name in names}
+    prints = reload.weight_fingerprint(checkpoint)
+    manifest = {name: reload.TensorSpec.of(checkpoint[name], fingerprint=prints[name]) for name in names}
     update = reload.LayerwiseReload(model, manifest, ledger=ledger)
     update.begin()
     while names:

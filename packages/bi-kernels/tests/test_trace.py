@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bi_kernels.testing import trace as module
-from bi_kernels.testing.trace import Rows, Trace, TraceError, first_divergence, main, probe, recording, row_digests
+from bi_kernels.testing.trace import (
+    Rows,
+    Trace,
+    TraceError,
+    first_divergence,
+    main,
+    note_plan,
+    plan_differences,
+    probe,
+    recording,
+    row_digests,
+)
 
 
 def rows(*tokens: tuple[str, int]) -> Rows:
@@ -108,6 +119,25 @@ def test_one_flipped_bit_changes_the_digest(index: int, value: int, bit: int) ->
     assert digests[0] != digests[1]
 
 
+def test_a_plan_that_follows_the_batch_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    note_plan("capacity", 1)  # nobody records
+    paths = [tmp_path / name for name in ("a.json", "b.json", "c.json")]
+    for path, capacities in zip(paths, ((128, 128), (128,), (128, 17)), strict=True):
+        with recording(Trace()) as trace:
+            forward(TOKENS)
+            for capacity in capacities:
+                note_plan("capacity", capacity)
+            note_plan(f"chunks of {len(capacities)} rows", [1])
+        trace.save(path)
+    a, b, c = (Trace.load(path) for path in paths)
+    assert plan_differences(a, b) == []
+    assert plan_differences(a, c) == ["capacity: 128 against 128, 17"]
+    assert plan_differences(c, c) == ["capacity: 128, 17 against 128, 17"]
+    assert main([str(paths[0]), str(paths[1])]) == 0
+    assert main([str(paths[0]), str(paths[2])]) == 1
+    assert "plan differs: capacity" in capsys.readouterr().out
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keep = lambda layer, op: True  # noqa: E731
     paths = [str(tmp_path / name) for name in ("a.json", "b.json", "c.json")]
@@ -120,7 +150,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "layer 1, first, request a, position 1" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"format": 2}', '{"format": 1, "requests": 3}', "[1, 2]", "\x00\xff"])
+@pytest.mark.parametrize("content", ["", "{}", '{"format": 1}', '{"format": 2, "requests": 3}', "[1, 2]", "\x00\xff"])
 def test_a_damaged_file_is_refused(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     traced(TOKENS).save(good)

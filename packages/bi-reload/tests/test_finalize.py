@@ -352,6 +352,22 @@ def test_every_fault_of_a_bucket_is_listed() -> None:
     assert all(f"  {name}: " in str(caught.value) for name in ("x", "y", "head.weight"))
 
 
+def test_a_bucket_that_changed_on_its_way_is_refused() -> None:
+    model, tensors = Model(), update(1)
+    prints = weight_fingerprint(tensors)
+    reload = LayerwiseReload(model, {n: TensorSpec.of(t, fingerprint=prints[n]) for n, t in tensors.items()})
+    reload.begin()
+    before = weight_fingerprint(dict(model.named_parameters()))
+    damaged = tensors["head.weight"].clone()
+    damaged.view(torch.int32)[1, 2] ^= 1
+    with pytest.raises(ReloadError, match=r"head\.weight: its bytes changed on their way"):
+        reload.load_bucket(tensors | {"head.weight": damaged})
+    assert weight_fingerprint(dict(model.named_parameters())) == before
+    reload.load_bucket(tensors)
+    reload.finish()
+    require_servable(model)
+
+
 def test_a_bucket_of_the_models_own_memory_is_refused() -> None:
     model, before = _loaded()
     reload = LayerwiseReload(model, manifest())

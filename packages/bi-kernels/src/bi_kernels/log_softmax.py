@@ -75,4 +75,5 @@ def selected_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Te
 
 def _check_logits(logits: torch.Tensor) -> None:
     check_tensor("logits", logits, dtype=torch.float32, shape=("T", "V"))
+    check_value("logits", not logits.is_meta, "a tensor with memory", "a meta tensor", "Materialise it.")
     check_value("logits", logits.shape[1] > 0, "at least one column", tuple(logits.shape), "Pass the vocabulary.")

@@ -147,6 +147,7 @@ def silu_and_mul(x: torch.Tensor, *, clamp_limit: float | None = None, arch: Arc
         tuple(x.shape),
         "Pass gate and up halves side by side.",
     )
+    check_value("x", not x.is_meta, "a tensor with memory", "a meta tensor", "Materialise it.")
     _check_limit(clamp_limit)
     _check_arch(arch)
     return reference.silu_and_mul(x, clamp_limit=clamp_limit, arch=arch)

@@ -53,7 +53,7 @@ def combine_ordered(
     if out is None:
         check_value("out_dtype", out_dtype in _OUT_DTYPES, "bfloat16 or float32", out_dtype, "Convert afterwards.")
         out = torch.empty(shape, dtype=out_dtype, device=expert_out.device)
-    check_tensor("out", out, dtype=_OUT_DTYPES, shape=shape, device=expert_out.device)
+    check_tensor("out", out, dtype=_OUT_DTYPES, shape=shape, device=expert_out.device, disjoint=True)
     if out.is_cuda:
         for name, tensor in (("expert_out", expert_out), ("slots", slots), ("topk_weights", topk_weights)):
             check_tensor(name, tensor, contiguous=True)

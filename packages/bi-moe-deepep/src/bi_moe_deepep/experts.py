@@ -61,7 +61,7 @@ def expert_mlp(
     _check_weights(x.shape[-1], w13, w2)
     check_tensor("counts", counts, dtype=torch.int32, shape=(w13.shape[0],), device=x.device)
     if out is not None:
-        check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(x.shape), device=x.device)
+        check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(x.shape), device=x.device, disjoint=True)
     arch = arch or detect_arch(x.device)
     q, s = per_token_group_quant_fp8(x, masked_m=counts, scale_format=scale_format_for(arch))
     hidden = m_grouped_fp8_gemm_nt_masked(q, s, w13, s13, counts)
@@ -112,7 +112,7 @@ def expert_mlp_contiguous(
     _check_weights(x.shape[-1], w13, w2)
     check_tensor("m_indices", m_indices, dtype=torch.int32, shape=(x.shape[0],), device=x.device)
     if out is not None:
-        check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(x.shape), device=x.device)
+        check_tensor("out", out, dtype=torch.bfloat16, shape=tuple(x.shape), device=x.device, disjoint=True)
     arch = arch or detect_arch(x.device)
     q, s = per_token_group_quant_fp8(x, scale_format=scale_format_for(arch))
     hidden = m_grouped_fp8_gemm_nt_contiguous(q, s, w13, s13, m_indices)

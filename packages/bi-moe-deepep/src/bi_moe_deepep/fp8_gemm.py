@@ -174,7 +174,7 @@ def _check_operands(
 
 def _output(out: torch.Tensor | None, shape: tuple[int, ...], out_dtype: torch.dtype, q: torch.Tensor) -> torch.Tensor:
     if out is not None:
-        check_tensor("out", out, dtype=_OUT_DTYPES, shape=shape, device=q.device)
+        check_tensor("out", out, dtype=_OUT_DTYPES, shape=shape, device=q.device, disjoint=True)
         return out
     check_value("out_dtype", out_dtype in _OUT_DTYPES, "bfloat16 or float32", out_dtype, "Convert afterwards.")
     return torch.empty(shape, dtype=out_dtype, device=q.device)

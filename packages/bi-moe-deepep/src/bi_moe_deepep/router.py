@@ -111,8 +111,8 @@ def select_experts(
         out_weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
     if out_ids is None:
         out_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    check_tensor("out_weights", out_weights, dtype=torch.float32, shape=shape, device=logits.device)
-    check_tensor("out_ids", out_ids, dtype=torch.int32, shape=shape, device=logits.device)
+    check_tensor("out_weights", out_weights, dtype=torch.float32, shape=shape, device=logits.device, disjoint=True)
+    check_tensor("out_ids", out_ids, dtype=torch.int32, shape=shape, device=logits.device, disjoint=True)
     if logits.is_cuda:
         check_value("logits", num_experts <= 512, "at most 512 experts on a GPU", num_experts, "Use the CPU.")
     launch(

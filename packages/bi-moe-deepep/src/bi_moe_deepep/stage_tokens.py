@@ -73,9 +73,11 @@ def stage_tokens(
             torch.empty(num_local_experts, dtype=torch.int32, device=x.device),
             torch.empty(topk_ids.shape, dtype=torch.int32, device=x.device),
         )
-    check_tensor("out.x", out.x, dtype=x.dtype, shape=shape, device=x.device)
-    check_tensor("out.counts", out.counts, dtype=torch.int32, shape=(num_local_experts,), device=x.device)
-    check_tensor("out.slots", out.slots, dtype=torch.int32, shape=tuple(topk_ids.shape), device=x.device)
+    check_tensor("out.x", out.x, dtype=x.dtype, shape=shape, device=x.device, disjoint=True)
+    check_tensor(
+        "out.counts", out.counts, dtype=torch.int32, shape=(num_local_experts,), device=x.device, disjoint=True
+    )
+    check_tensor("out.slots", out.slots, dtype=torch.int32, shape=tuple(topk_ids.shape), device=x.device, disjoint=True)
     if x.is_cuda:
         if x.shape[0] > capacity:
             raise CapacityError(

@@ -189,7 +189,7 @@ class AddressLedger:
                 entries[name] = AddressEntry(
                     **entry | {"shape": tuple(entry["shape"]), "stride": tuple(entry["stride"])}
                 )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ReloadError(
                 f"{path}: expected a file written by AddressLedger.save, got {type(error).__name__}: {error}. "
                 "Save the ledger again with this version."

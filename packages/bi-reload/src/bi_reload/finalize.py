@@ -49,16 +49,25 @@ class TensorSpec:
         shape: Its shape on the wire.
         layout: ``"checkpoint"``: goes through the parameter's ``weight_loader`` if it has one. ``"kernel"``: already
             has the live tensor's shape and is copied as it is.
+        fingerprint: The sender's :func:`bi_reload.weight_fingerprint` of it. Where it is given, a tensor with other
+            bytes is refused before anything is written.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     layout: Literal["checkpoint", "kernel"] = "checkpoint"
+    fingerprint: int | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, layout: Literal["checkpoint", "kernel"] = "checkpoint") -> TensorSpec:
+    def of(
+        cls,
+        tensor: torch.Tensor,
+        layout: Literal["checkpoint", "kernel"] = "checkpoint",
+        *,
+        fingerprint: int | None = None,
+    ) -> TensorSpec:
         """The spec of a tensor that will be sent."""
-        return cls(tensor.dtype, tuple(tensor.shape), layout)
+        return cls(tensor.dtype, tuple(tensor.shape), layout, fingerprint)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -194,7 +203,7 @@ class LayerwiseReload:
 
         Raises:
             ReloadError: The reload is not open; or the bucket has unknown names, names that came before, or tensors of
-                another dtype, shape or layout than the manifest's or the live tensor's, or on the meta device. All of
+                another dtype, shape, layout or fingerprint than the manifest's, or on the meta device. All of
                 it in one list, nothing of the bucket is written, and the reload stays open. If a ``weight_loader``
                 fails half-way, the reload ends and the model is not servable until a whole one succeeds.
         """
@@ -330,6 +339,8 @@ class LayerwiseReload:
                 problems.append(f"{name}: expected {spec}, got {have}")
             if tensor.is_meta:
                 problems.append(f"{name}: is on the meta device, so it has no values")
+            elif not self._is_what_was_sent(name, tensor, spec):
+                problems.append(f"{name}: its bytes changed on their way (the manifest has another fingerprint)")
             elif tensor.layout == torch.strided and (owner := owners.get(tensor.untyped_storage().data_ptr())):
                 problems.append(f"{name}: shares memory with the model's own {owner}")
             if name not in live:
@@ -340,6 +351,13 @@ class LayerwiseReload:
             if recorded is not None and not live[name].is_meta and recorded.data_ptr != live[name].data_ptr():
                 problems.append(f"{name}: the live tensor moved since begin")
         return problems
+
+    @staticmethod
+    def _is_what_was_sent(name: str, tensor: torch.Tensor, spec: TensorSpec) -> bool:
+        """False only where a tensor of the right kind has other bytes than the sender's."""
+        if spec.fingerprint is None or TensorSpec.of(tensor, spec.layout) != spec or tensor.layout != torch.strided:
+            return True
+        return weight_fingerprint({name: tensor})[name] == spec.fingerprint
 
     def _describe_missing(self, missing: list[str]) -> str:
         by_module: dict[str, list[str]] = {}

@@ -62,8 +62,8 @@ def combine_topk_swa(
         Row ``i`` of both results depends on row ``i`` of the inputs and on the keyword constants alone. In particular
         it does not matter which tokens are decode and which prefill, nor in which order they come.
     """
-    device = topk_indices.device
     check_tensor("topk_indices", topk_indices, dtype=torch.int32, shape=("tokens", "k"))
+    device = topk_indices.device
     tokens, top_k = topk_indices.shape
     check_tensor("positions", positions, dtype=_INTEGERS, shape=(tokens,), device=device)
     check_tensor("gather_starts", gather_starts, dtype=_INTEGERS, shape=(tokens,), device=device)

@@ -50,14 +50,15 @@ def fill_decode_slots_(
         window_block_size: Entries per page of the window cache.
 
     Raises:
-        ArgumentError: A dtype, shape, stride, device or value is wrong. Nothing was written.
+        ArgumentError: A dtype, shape, stride, device or value is wrong, or (CPU only: it needs the data) an entry has
+            no page in the tables. Nothing was written.
 
     Invariance:
         Row ``i`` of both lists depends on row ``i`` of the inputs and on its request's row of the tables alone.
     """
+    check_tensor("positions", positions, dtype=torch.int64, shape=("tokens",), contiguous=True)
     device = positions.device
     tokens = positions.shape[0]
-    check_tensor("positions", positions, dtype=torch.int64, shape=("tokens",), contiguous=True)
     check_tensor("requests", requests, dtype=torch.int32, shape=(tokens,), device=device, contiguous=True)
     check_tensor("is_token", is_token, dtype=torch.bool, shape=(tokens,), device=device, contiguous=True)
     check_tensor("compressed_slots", compressed_slots, shape=(tokens, "k"))
@@ -87,7 +88,9 @@ def fill_decode_slots_(
         check_tensor(name, table, dtype=torch.int32, shape=("requests", "pages"), device=device)
         check_tensor(name, table, last_dim_contiguous=True)
     for name, size in (("compressed_block_size", compressed_block_size), ("window_block_size", window_block_size)):
-        check_value(name, size > 0, "a positive int", size, "Pass the page's number of entries.")
+        check_value(
+            name, isinstance(size, int) and size > 0, "a positive int", size, "Pass the page's number of entries."
+        )
     fill = reference.fill_decode_slots_
     if device.type == "cuda":
         from ._decode_slots_triton import fill_decode_slots_ as fill  # torch's CPU builds come without Triton

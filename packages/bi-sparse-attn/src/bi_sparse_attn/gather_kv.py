@@ -255,6 +255,7 @@ def gather_decode_kv(
         A token's rows and length depend on the bytes of its slots alone. Its indices also depend on its place in the
         batch, being addresses.
     """
+    check_tensor("window_cache", window_cache)
     device = window_cache.device
     check_tensor("compressed_slots", compressed_slots, dtype=_INTEGERS, shape=("tokens", "k"), device=device)
     tokens, top_k = compressed_slots.shape

@@ -50,8 +50,8 @@ def mqa_logits(
         Element ``(t, n)`` depends on row ``t`` of ``q`` and ``weights``, row ``n`` of ``k`` and ``k_scale``, and on
         whether ``n`` lies in the token's range.
     """
-    device = q.device
     check_tensor("q", q, dtype=torch.float8_e4m3fn, shape=("tokens", "heads", 128))
+    device = q.device
     check_tensor("k", k, dtype=torch.float8_e4m3fn, shape=("keys", 128), device=device)
     tokens, heads, keys = q.shape[0], q.shape[1], k.shape[0]
     check_tensor("k_scale", k_scale, dtype=torch.float32, shape=(keys,), device=device)

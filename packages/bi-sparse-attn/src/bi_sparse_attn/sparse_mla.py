@@ -58,8 +58,8 @@ def sparse_mla_fwd(
         places in the list: not on other tokens, on where in ``kv`` the rows lie, on rows that it does not list, or on
         the width past its last valid entry.
     """
-    device = q.device
     check_tensor("q", q, dtype=torch.bfloat16, shape=("tokens", "heads", _HEAD_DIM), last_dim_contiguous=True)
+    device = q.device
     tokens, heads, _ = q.shape
     check_tensor("kv", kv, dtype=torch.bfloat16, shape=("rows", _HEAD_DIM), device=device, last_dim_contiguous=True)
     check_tensor("indices", indices, dtype=torch.int32, shape=(tokens, "width"), device=device)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from .errors import Blocker, HookError
 from .packages import PACKAGES, package_directories, public_version, release_prefix
 
 if TYPE_CHECKING:
@@ -229,11 +230,23 @@ def anchors_file(import_name: str, version: str) -> Path | None:
 
 
 def load_anchors(import_name: str, version: str) -> dict[str, str]:
-    """Recorded anchors of a package for one vLLM release; empty if none are recorded."""
+    """Recorded anchors of a package for one vLLM release; empty if none are recorded.
+
+    Raises:
+        HookError: The file is damaged. That is not the same as having no anchors: somebody changed the install.
+    """
     path = anchors_file(import_name, version)
     if path is None or not path.is_file():
         return {}
-    return dict(json.loads(path.read_text(encoding="utf-8"))["targets"])
+    try:
+        targets = json.loads(path.read_text(encoding="utf-8"))["targets"]
+        if any(not isinstance(anchor, str) for anchor in targets.values()):
+            raise ValueError("an anchor that is no text")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = f"something else ({type(error).__name__}: {error})"
+        blocker = Blocker(str(path), "recorded anchors", found, f"Reinstall {import_name.replace('_', '-')}.")
+        raise HookError("anchors cannot be read", [blocker]) from error
+    return dict(targets)
 
 
 def write_anchors(plan: HookPlan, source: Source) -> Path:

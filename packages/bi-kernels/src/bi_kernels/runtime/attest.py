@@ -76,7 +76,7 @@ class Attestation:
             record = json.loads(text)
             digest = record.pop("digest")
             attestation = cls(**record)
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise AttestationError(
                 f"attestation: expected a record of layout {_SCHEMA}, got something else ({error}). "
                 "Run the same version of bi-kernels in both processes."

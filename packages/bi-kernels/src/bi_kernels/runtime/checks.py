@@ -22,8 +22,9 @@ def check_tensor(
     device: torch.device | None = None,
     contiguous: bool = False,
     last_dim_contiguous: bool = False,
+    disjoint: bool = False,
 ) -> None:
-    """Raise :class:`ArgumentError` unless ``tensor`` is as described.
+    """Raise :class:`ArgumentError` unless ``tensor`` is a tensor with strides, and as described.
 
     Args:
         name: The parameter's name, for the message.
@@ -33,9 +34,12 @@ def check_tensor(
         device: Required device.
         contiguous: Require row-major memory without gaps.
         last_dim_contiguous: Require stride 1 in the last dimension only.
+        disjoint: Require memory of its own for every element: in an expanded output the last write would win.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(name, "a torch.Tensor", type(tensor).__name__, "Pass a tensor.")
+    if tensor.layout != torch.strided:
+        raise ArgumentError(name, "a strided tensor", str(tensor.layout), "Convert it with .to_dense().")
     if dtype is not None:
         allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
         if tensor.dtype not in allowed:
@@ -58,6 +62,19 @@ def check_tensor(
         raise ArgumentError(
             name, "stride 1 in the last dimension", f"strides {tensor.stride()}", "Call .contiguous() on it."
         )
+    if disjoint and _may_overlap(tensor):
+        raise ArgumentError(name, "elements that do not overlap", f"strides {tensor.stride()}", "Allocate it.")
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory (an expanded tensor, a sliding window)."""
+    reach = 0  # of all dimensions with a smaller stride
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return tensor.numel() > 0
+            reach += (size - 1) * stride
+    return False
 
 
 def check_value(name: str, ok: bool, expected: str, found: object, remedy: str) -> None:

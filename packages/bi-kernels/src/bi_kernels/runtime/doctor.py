@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         config = FLASH if arguments.model is None else SimpleNamespace(**json.loads(arguments.model.read_text()))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         parser.error(f"--model: expected a readable config.json, got {arguments.model}: {error}")
     rows = diagnose(config)
     blocked = sum(row.status == "blocked" for row in rows)

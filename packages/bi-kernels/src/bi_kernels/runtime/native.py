@@ -157,7 +157,7 @@ class NativeLibrary:
             return {}
         try:
             info = json.loads(path.with_name("build_info.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return info if isinstance(info, dict) else {}
 

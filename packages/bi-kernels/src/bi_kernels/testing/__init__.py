@@ -18,7 +18,17 @@ if TYPE_CHECKING:
         position_classes,
     )
     from .multiprocessors import few_multiprocessors
-    from .trace import Divergence, Rows, Trace, TraceError, first_divergence, probe, recording
+    from .trace import (
+        Divergence,
+        Rows,
+        Trace,
+        TraceError,
+        first_divergence,
+        note_plan,
+        plan_differences,
+        probe,
+        recording,
+    )
 
 __all__ = [
     "BATCH_SIZES",
@@ -37,7 +47,9 @@ __all__ = [
     "first_difference",
     "first_divergence",
     "must_detect",
+    "note_plan",
     "num_threads",
+    "plan_differences",
     "position_classes",
     "probe",
     "recording",
@@ -47,7 +59,20 @@ _MODULES = (
     dict.fromkeys(__all__, "invariance")
     | dict.fromkeys(("Difference", "assert_bitwise_equal", "bit_view", "first_difference"), "bitwise")
     | {"few_multiprocessors": "multiprocessors"}
-    | dict.fromkeys(("Divergence", "Rows", "Trace", "TraceError", "first_divergence", "probe", "recording"), "trace")
+    | dict.fromkeys(
+        (
+            "Divergence",
+            "Rows",
+            "Trace",
+            "TraceError",
+            "first_divergence",
+            "note_plan",
+            "plan_differences",
+            "probe",
+            "recording",
+        ),
+        "trace",
+    )
 )
 
 

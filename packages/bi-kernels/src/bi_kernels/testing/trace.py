@@ -2,7 +2,8 @@
 
 A forward pass calls :func:`probe` after each op. While a :class:`Trace` records, that keeps a 64-bit digest of every
 row, under the row's request and position; otherwise it returns at once. Two traces of the same tokens are compared by
-:func:`first_divergence`, or by ``bi-bisect A B`` from files.
+:func:`first_divergence`, or by ``bi-bisect A B`` from files. What decides geometry (a capacity, a chunk, a split) is
+recorded by :func:`note_plan`, because a plan that follows the batch need not show in the bits of this machine.
 """
 
 from __future__ import annotations
@@ -21,10 +22,23 @@ import torch
 from ..runtime.errors import BatchInvarianceError
 from .bitwise import bit_view
 
-__all__ = ["Divergence", "Rows", "Trace", "TraceError", "first_divergence", "main", "probe", "recording", "row_digests"]
+__all__ = [
+    "Divergence",
+    "Rows",
+    "Trace",
+    "TraceError",
+    "first_divergence",
+    "main",
+    "note_plan",
+    "plan_differences",
+    "probe",
+    "recording",
+    "row_digests",
+]
 
-_FORMAT = 1
-_SHOWN = 8
+_FORMAT = 2
+_SHOWN = 8  # values
+_AROUND = 3  # ops
 
 
 class TraceError(BatchInvarianceError):
@@ -64,6 +78,7 @@ class Trace:
         self._digests: dict[tuple[int, str], dict[tuple[int, int], int]] = {}
         self._values: dict[tuple[int, str], dict[tuple[int, int], list[int]]] = {}
         self.contradictions: list[tuple[int, str, str, int]] = []
+        self.plan: dict[str, set[str]] = {}
 
     def record(self, op: str, tensor: torch.Tensor, *, layer: int, rows: Rows) -> None:
         """Keep the digest of each row of ``tensor``, ``(rows, ...)``.
@@ -78,8 +93,10 @@ class Trace:
             if digests.setdefault(key, digest) != digest:
                 self.contradictions.append((layer, op, list(self._requests)[key[0]], key[1]))
         if self._keep is not None and self._keep(layer, op):
-            values = self._values.setdefault((layer, op), {})
-            values.update(zip(keys, bit_view(tensor.flatten(1)).tolist(), strict=True))
+            bits = bit_view(tensor.flatten(1))
+            mask = 2 ** (8 * bits.element_size()) - 1  # bits are no negative numbers
+            kept = ([value & mask for value in row] for row in bits.tolist())
+            self._values.setdefault((layer, op), {}).update(zip(keys, kept, strict=True))
 
     @property
     def ops(self) -> list[tuple[int, str]]:
@@ -106,6 +123,7 @@ class Trace:
             "values": [[layer, op, [[*key, bits] for key, bits in rows.items()]]
                        for (layer, op), rows in self._values.items()],
             "contradictions": self.contradictions,
+            "plan": {name: sorted(values) for name, values in self.plan.items()},
         }  # fmt: skip
         Path(path).write_text(json.dumps(record), encoding="utf-8")
 
@@ -128,7 +146,8 @@ class Trace:
                 for layer, op, rows in record[field]:
                     target[int(layer), str(op)] = {(int(r), int(p)): value for r, p, value in rows}
             trace.contradictions = [tuple(entry) for entry in record["contradictions"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            trace.plan = {str(name): {str(value) for value in values} for name, values in record["plan"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TraceError(
                 f"{path}: expected a trace written by Trace.save, got something else ({error}). Record it anew."
             ) from error
@@ -183,6 +202,28 @@ def probe(op: str, tensor: torch.Tensor, *, layer: int, rows: Callable[[], Rows]
     """
     if _active is not None:
         _active.record(op, tensor, layer=layer, rows=rows())
+
+
+def note_plan(name: str, value: object) -> None:
+    """Record what geometry was chosen, if a trace is recording; otherwise one comparison, and nothing else.
+
+    Args:
+        name: What was chosen. Where it may depend on something (a chunk on its own request's length), that is part of
+            the name: under one name no batch may change the value.
+        value: Anything whose ``str`` says what was chosen.
+    """
+    if _active is not None:
+        _active.plan.setdefault(name, set()).add(str(value))
+
+
+def plan_differences(a: Trace, b: Trace) -> list[str]:
+    """Plans that differ between two traces, or within one of them; one line each. Names of one trace only are fine."""
+    lines = []
+    for name in sorted(a.plan.keys() & b.plan.keys()):
+        mine, theirs = a.plan[name], b.plan[name]
+        if mine != theirs or len(mine) > 1:
+            lines.append(f"{name}: {', '.join(sorted(mine))} against {', '.join(sorted(theirs))}")
+    return lines
 
 
 def row_digests(tensor: torch.Tensor) -> torch.Tensor:
@@ -244,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("a", type=Path)
     parser.add_argument("b", type=Path)
     parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--all", action="store_true", help="show every op, not only those around the divergence")
     arguments = parser.parse_args(argv)
     from rich.console import Console
 
@@ -255,39 +297,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"bi-bisect: {error}", markup=False)
         return 2
     contradictions = {"a": a.contradictions, "b": b.contradictions}
+    plans = plan_differences(a, b)
     if arguments.json is not None:
         found = asdict(divergence) if divergence is not None else None
-        record: dict[str, Any] = {"divergence": found, "contradictions": contradictions}
+        record: dict[str, Any] = {"divergence": found, "contradictions": contradictions, "plan": plans}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    console.print(_table(a, b, divergence))
+    console.print(_table(a, b, divergence, every_op=arguments.all))
     for name, entries in contradictions.items():
         for layer, op, request, position in entries[:_SHOWN]:
             console.print(f"{name} contradicts itself: layer {layer}, {op}, {request} at {position}", markup=False)
-    return 1 if divergence is not None or any(contradictions.values()) else 0
+    for line in plans:
+        console.print(f"plan differs: {line}", markup=False)
+    return 1 if divergence is not None or plans or any(contradictions.values()) else 0
 
 
-def _table(a: Trace, b: Trace, divergence: Divergence | None) -> Any:
+def _table(a: Trace, b: Trace, divergence: Divergence | None, *, every_op: bool) -> Any:
     """One row an op, in the order of the forward pass: compared, different, and where it starts."""
     from rich.table import Table
 
+    ops = a.ops
     if divergence is None:
-        title = "no divergence"
+        title, centre = "no divergence", len(ops)
     else:
         where = f"layer {divergence.layer}, {divergence.op}"
         title = f"first divergence: {where}, request {divergence.request}, position {divergence.position}"
+        centre = ops.index((divergence.layer, divergence.op))
+    first, last = (0, len(ops)) if every_op else (max(0, centre - _AROUND), centre + _AROUND + 1)
     table = Table(title=title)
     for column in ("layer", "op", "tokens", "different", "first token"):
         table.add_column(column, justify="left" if column == "op" else "right")
-    for layer, op in a.ops:
+    if first:
+        table.add_row("", f"({first} ops before)")
+    for layer, op in ops[first:last]:
         mine, theirs = a.digests(layer, op), b.digests(layer, op)
         common = mine.keys() & theirs.keys()
         keys = sorted((key for key in common if mine[key] != theirs[key]), key=lambda key: (key[1], key[0]))
-        first = f"{keys[0][0]}[{keys[0][1]}]" if keys else ""
+        start = f"{keys[0][0]}[{keys[0][1]}]" if keys else ""
         here = divergence is not None and (layer, op) == (divergence.layer, divergence.op)
         style = "bold red" if here else "red" if keys else None
-        table.add_row(str(layer), op, str(len(common)), str(len(keys)), first, style=style)
-    for index, x, y in divergence.values if divergence is not None else ():
-        table.add_row("", f"  element {index}", "", f"{x:#x}", f"{y:#x}")
+        table.add_row(str(layer), op, str(len(common)), str(len(keys)), start, style=style)
+        for index, x, y in divergence.values if divergence is not None and here else ():
+            table.add_row("", f"  element {index}", "", f"{x:#x}", f"{y:#x}")
+    if ops[last:]:
+        table.add_row("", f"({len(ops[last:])} ops after)")
     return table
 
 

@@ -1,0 +1,1 @@
+"""Fuzz targets for everything that takes bytes: ``python -m fuzz TARGET`` runs one under atheris."""
