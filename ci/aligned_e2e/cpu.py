@@ -58,8 +58,8 @@ RELOADS = (
 def run(console: Console) -> Report:
     """Run every schedule, recompute with the actor, reload there and back; compare everything bit by bit.
 
-    Each run has its own process with one thread, as many at a time as there are cores; actors have two threads. None
-    of it may show in the bits.
+    Each run has its own process with one thread, as many at a time as there are cores; the actor with the new weights
+    has two threads. None of it may show in the bits.
     """
     require_transformers()
     started = time.monotonic()
@@ -99,7 +99,7 @@ def run(console: Console) -> Report:
         first: Served = workers.result(serving)
         recomputing = workers.submit("actor", recompute, sides, OLD_SEED, first.tokens)
         reloaded = workers.result(reloading)
-        rechecking = workers.submit("actor, new weights", recompute, half, NEW_SEED, reloaded.new.tokens)
+        rechecking = workers.submit("actor, new weights", recompute, half, NEW_SEED, reloaded.new.tokens, num_threads=2)
         runs[TOGETHER.name] = first
         runs[ALONE.name] = workers.result(alone)
         runs[COLD], runs[WARM] = workers.result(reusing)

@@ -107,9 +107,9 @@ def serve_again(sides: Sides, schedule: Schedule, first: Sequence[Request]) -> t
     return serve_on(engine, first), serve_on(engine, sides.requests)
 
 
-def recompute(sides: Sides, seed: int, responses: Mapping[str, Sequence[int]]) -> Recomputed:
+def recompute(sides: Sides, seed: int, responses: Mapping[str, Sequence[int]], *, num_threads: int = 1) -> Recomputed:
     """The actor's logprobs of given responses."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(num_threads)
     model = sides.model(seed)
     sequences = {request.name: (request.prompt, responses[request.name]) for request in sides.requests}
     rows = dict(zip(sequences, recompute_logprobs(model, sides.deployment, sequences), strict=True))
