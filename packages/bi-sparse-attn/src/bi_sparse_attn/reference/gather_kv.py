@@ -77,8 +77,11 @@ def gather_kv(
     rope = page_rows[:, _NOPE:].contiguous().view(torch.bfloat16)
     if out is None:
         out = torch.empty((slots.shape[0], 512), dtype=torch.bfloat16, device=cache.device)
+    rows = torch.cat([nope, rope], dim=1)
+    if len(rows) == len(out):
+        return out.copy_(rows)
     out.zero_()
-    out[kept] = torch.cat([nope, rope], dim=1)
+    out[kept] = rows
     return out
 
 
@@ -150,8 +153,8 @@ def gather_decode_kv(
     if out_lengths is None:
         out_lengths = torch.empty((tokens,), dtype=torch.int32, device=out.device)
     if compressed_cache is not None:
-        out[token, column] = compressed
-    out[window_token, num_compressed[window_token] + window_column] = window_rows
+        _put(out, token, column, compressed)
+    _put(out, window_token, num_compressed[window_token] + window_column, window_rows)
     length = num_compressed + num_window
     column = torch.arange(out.shape[1], device=out.device)
     row = torch.arange(tokens, device=out.device).unsqueeze(1) * out.shape[1] + column
@@ -167,16 +170,17 @@ def _page(cache: torch.Tensor, block_size: int, data_bytes: int, scale_bytes: in
     return data.view(-1, block_size, data_bytes), scales.view(-1, block_size, scale_bytes)
 
 
-def _words(page: torch.Tensor) -> torch.Tensor:
-    """A view of the bytes as int64 where they are aligned: an eighth of the elements to index."""
-    steps = (*page.stride()[:-1], page.shape[-1], page.storage_offset(), page.data_ptr())
-    return page if any(step % 8 for step in steps) else page.view(torch.int64)
+def _words(rows: torch.Tensor) -> torch.Tensor:
+    """A view of the last dimension's bytes as int64 where they are aligned: fewer elements to index."""
+    steps = (*rows.stride()[:-1], rows.shape[-1], rows.storage_offset())
+    misaligned = rows.data_ptr() % 8 or any(step * rows.element_size() % 8 for step in steps)
+    return rows if misaligned or rows.stride(-1) != 1 else rows.view(torch.int64)
 
 
-def _put(page: torch.Tensor, block: torch.Tensor, entry: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write ``(n, bytes)`` uint8 to entries of a page view."""
-    words = _words(page)
-    words[block, entry] = rows.contiguous().view(words.dtype)
+def _put(target: torch.Tensor, first: torch.Tensor, second: torch.Tensor, rows: torch.Tensor) -> None:
+    """``target[first, second] = rows`` for ``rows`` ``(n, columns)`` of the same dtype."""
+    words = _words(target)
+    words[first, second] = rows.contiguous().view(words.dtype)
 
 
 def _split(slots: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
