@@ -17,6 +17,7 @@ from bi_kernels.runtime.anchors import (
     fingerprint,
     target_text,
 )
+from bi_kernels.runtime.errors import HookError
 from bi_kernels.runtime.hooks import HookPlan
 
 
@@ -311,3 +312,12 @@ def test_a_file_that_is_no_vllm_wheel_is_named(tmp_path, capsys, content):
         anchors.main(["--wheel", str(path)])
     assert raised.value.code == 2
     assert "cannot read the wheel" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"targets": 3}', '{"targets": {"a": 1}}', "[" * 100_000])
+def test_damaged_anchors_are_not_the_same_as_none(content, tmp_path, monkeypatch):
+    path = tmp_path / "vllm-0.26.0.json"
+    path.write_text(content, encoding="utf-8")
+    monkeypatch.setattr(anchors, "anchors_file", lambda *_: path)
+    with pytest.raises(HookError, match=r"vllm-0\.26\.0\.json: expected recorded anchors"):
+        anchors.load_anchors("bi_kernels", "0.26.0")

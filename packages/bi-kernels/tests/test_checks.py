@@ -1,4 +1,4 @@
-"""The alignment check: by metadata alone, so that it works on fake tensors too."""
+"""Checks of strides and addresses: by metadata alone, so that they work on fake tensors too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from bi_kernels import ArgumentError
-from bi_kernels.runtime.checks import check_rows_aligned
+from bi_kernels.runtime.checks import check_rows_aligned, check_tensor
 
 MEMORY = torch.zeros(4, 4100).bfloat16()
 
@@ -37,3 +37,19 @@ def test_rows_start_at_multiples_of_sixteen_bytes(view, aligned, fake):
     else:
         with pytest.raises(ArgumentError, match="x: expected rows that start at multiples of 16 bytes, got offset"):
             check_rows_aligned("x", x, 16)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (1, 3), (3,)])
+def test_only_an_output_whose_elements_share_memory_is_refused(shape: tuple[int, ...]) -> None:
+    whole = torch.zeros(shape)
+    for fine in (whole, whole.mT if whole.dim() > 1 else whole[::2], whole[:0], whole[:1].expand(1, *shape[1:])):
+        check_tensor("out", fine, disjoint=True)
+    with pytest.raises(ArgumentError, match="do not overlap"):
+        check_tensor("out", whole.unsqueeze(0).expand(2, *shape), disjoint=True)
+    with pytest.raises(ArgumentError, match="do not overlap"):
+        check_tensor("out", torch.zeros(9).as_strided((4, 3), (2, 1)), disjoint=True)
+
+
+def test_a_tensor_without_strides_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="strided"):
+        check_tensor("x", torch.eye(3).to_sparse())
