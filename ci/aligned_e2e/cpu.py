@@ -39,11 +39,11 @@ FAMILIES = ((400, 440), (430, 430, 430))  # a conversation that grows, and three
 MAX_TOKENS = 84
 
 TOGETHER = Schedule("all together", max_num_seqs=48, max_num_batched_tokens=512, blocks=80)
-ALONE = Schedule("alone, then others", 40, 384, order_seed=1, alone=1, blocks=64)
+ALONE = Schedule("alone, then others", 47, 384, order_seed=1, alone=1, blocks=64)
 CHUNKS = Schedule("chunks of 1, 3, 127; 1 rank", 48, 224, order_seed=2, chunks=(1, 3, 127), blocks=80)
-PREEMPTED = Schedule("preempted; 2 ranks", 30, 320, order_seed=3, blocks=24)
-REUSE = Schedule("prefix reuse", 44, 400, order_seed=4, blocks=80, prefix_caching=True)
-PARTLY = Schedule("prefix reuse, partly warm", 46, 448, order_seed=5, blocks=56, prefix_caching=True)
+PREEMPTED = Schedule("preempted; 2 ranks", 30, 320, order_seed=3, blocks=38)
+REUSE = Schedule("prefix reuse", 48, 400, order_seed=4, blocks=80, prefix_caching=True)
+PARTLY = Schedule("prefix reuse, partly warm", 48, 448, order_seed=5, blocks=60, prefix_caching=True)
 RANKS = Schedule("4 ranks, one empty", 32, 256, order_seed=6, blocks=64)
 COLD, WARM = f"{REUSE.name}, cold", f"{REUSE.name}, warm"
 # Expert-parallel ranks, each a process, and their shares of the requests.
@@ -51,7 +51,7 @@ SHARES = {CHUNKS.name: (CHUNKS, (1,)), PREEMPTED.name: (PREEMPTED, (3, 2)), RANK
 # Weights there and back: every other request. Simulated ranks, so that these are under test too.
 RELOADS = (
     Schedule("new weights", 24, 512, blocks=48),
-    Schedule("old weights again", 20, 448, order_seed=7, ep_ranks=2, blocks=48),
+    Schedule("old weights again", 24, 448, order_seed=7, ep_ranks=2, blocks=48),
 )
 
 

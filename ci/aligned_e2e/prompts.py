@@ -71,8 +71,9 @@ def make_requests(
     stride = len(book) // len(groups)
     requests: list[Request] = []
     for i, lengths in enumerate(groups):
+        start = min(i * stride, len(book) - max(lengths))  # no prompt is cut short by the end of the book
         for length in lengths:
-            span = book[i * stride : i * stride + length]
+            span = book[start : start + length]
             if i % 4 == 3 and i < len(prompt_lengths):
                 half = span[: (length + 1) // 2]
                 span = (half + half)[:length]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bi_reload as reload
-from aligned_e2e import paged
+from aligned_e2e import cpu, paged
 from aligned_e2e.config import Deployment, ModelConfig
 from aligned_e2e.model import DeepseekV4
 from aligned_e2e.paged import BlockManager, BlockTables
@@ -212,6 +212,18 @@ def test_no_page_has_two_owners_and_none_is_lost(data: st.DataObject) -> None:
         manager.release(tables)
     manager.forget()
     assert manager.describe_free() == f"{blocks * pages_per_block} pages and {blocks} blocks"
+
+
+def test_requests_of_the_profile_are_whole_and_a_quarter_of_their_tokens_lies_past_the_topk_threshold() -> None:
+    vocabulary, book = load_book()
+    requests = make_requests(book, cpu.PROMPT_LENGTHS, cpu.MAX_TOKENS, cpu.FAMILIES)
+    lengths = [*cpu.PROMPT_LENGTHS, *(length for family in cpu.FAMILIES for length in family)]
+    assert [len(request.prompt) for request in requests] == lengths
+    assert len(requests) * cpu.MAX_TOKENS >= 4000
+    assert len(requests[::2]) * cpu.MAX_TOKENS >= 2000
+    totals = [length + cpu.MAX_TOKENS for length in lengths]
+    threshold = 4 * ModelConfig(vocab_size=vocabulary.size).index_topk
+    assert 4 * sum(max(0, total - threshold) for total in totals) >= sum(totals)
 
 
 def test_a_counter_of_zero_fails_the_report() -> None:
