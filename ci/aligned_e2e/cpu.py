@@ -32,7 +32,7 @@ PACKAGES = ("bi-kernels", "bi-sparse-attn", "bi-moe-deepep", "bi-reload")
 
 # Many short prompts and some long ones, around every boundary: pages of 64, the window of 128, blocks of 256, and
 # 4 * index_topk = 256, past which top-k selects.
-SHORT = (*range(1, 19), 21, 27, 31, 32, 33, 39, 45, 51, 63, 64, 65, 100, 127, 128, 129, 140, 191)
+SHORT = (*range(1, 21), 21, 27, 31, 32, 33, 39, 45, 51, 63, 64, 65, 100, 127, 128, 129)
 LONG = (255, 256, 257, 300, 385, 411, 447, 470)
 PROMPT_LENGTHS = (*SHORT, *LONG)
 FAMILIES = ((400, 440), (430, 430, 430))  # a conversation that grows, and three samples of one prompt

@@ -43,8 +43,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setattr(native, "_LIBRARIES", dict(native._LIBRARIES))
     monkeypatch.setattr(native, "_READY", set())
-    for registry in ("_CONTRACTS", "_REPORTS"):
-        monkeypatch.setattr(probe, registry, {})
+    monkeypatch.setattr(probe, "_REPORTS", {})
 
 
 @pytest.fixture

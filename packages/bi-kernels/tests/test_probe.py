@@ -136,11 +136,3 @@ def test_a_probe_that_breaks_is_a_contract_that_does_not_hold():
 def test_a_contract_needs_a_probe():
     with pytest.raises(TypeError, match="static or a dynamic probe"):
         contract()
-
-
-def test_registries_take_each_name_once():
-    mine = contract(static=lambda: Finding(True, ""))
-    assert probe.register_contract(mine) is probe.register_contract(mine)
-    assert probe.contracts() == {"deep_gemm": mine}
-    with pytest.raises(ValueError, match="registered already"):
-        probe.register_contract(contract(dynamic=lambda: Finding(True, "")))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from bi_kernels import Arch, ContractError
-from bi_kernels.runtime.probe import SelfTestReport, contracts
+from bi_kernels.runtime.packages import resolve
+from bi_kernels.runtime.probe import SelfTestReport
 from bi_moe_deepep import (
     deep_gemm_proof,
     enable_deep_gemm_batch_invariance,
@@ -16,6 +17,7 @@ from bi_moe_deepep import (
     supports_deep_gemm_batch_invariance,
 )
 from bi_moe_deepep.deep_gemm import DEEP_GEMM
+from bi_moe_deepep.vllm_hook import PLAN
 
 PRODUCTS = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked")
 
@@ -152,4 +154,4 @@ def test_without_a_switch_only_hopper_can_be_proven(
 
 
 def test_doctor_finds_the_contract() -> None:
-    assert contracts()["deep_gemm"] is DEEP_GEMM
+    assert [resolve(name) for name in PLAN.contracts] == [DEEP_GEMM]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from . import _ops
-from ._outputs import check_output
 from .arch import Arch, detect_arch
 from .reference import fixed_order_mm as reference
-from .runtime.checks import check_rows_aligned, check_tensor, check_value
+from .runtime.checks import check_output, check_rows_aligned, check_tensor, check_value
 from .runtime.errors import UnsupportedArchError
 from .runtime.native import require_native
 

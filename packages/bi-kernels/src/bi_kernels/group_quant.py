@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from . import _ops
-from ._outputs import check_masked_m, check_output
+from ._masked_m import check_masked_m
 from .reference import group_quant as reference
-from .runtime.checks import check_tensor, check_value
+from .runtime.checks import check_output, check_tensor, check_value
 from .runtime.native import require_native
 from .scale_format import ScaleFormat, allocate_scales
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from . import _ops
-from ._outputs import check_masked_m, check_output
+from ._masked_m import check_masked_m
 from .arch import Arch, detect_arch
 from .reference import silu_mul_quant as reference
-from .runtime.checks import check_rows_aligned, check_tensor, check_value
+from .runtime.checks import check_output, check_rows_aligned, check_tensor, check_value
 from .runtime.native import require_native
 from .scale_format import ScaleFormat, allocate_scales, scale_format_for
 

@@ -17,7 +17,7 @@ from types import ModuleType
 
 from bi_kernels.runtime.errors import Blocker, ContractError
 from bi_kernels.runtime.packages import package_directories
-from bi_kernels.runtime.probe import Contract, Finding, register_contract
+from bi_kernels.runtime.probe import Contract, Finding
 
 __all__ = [
     "DEEP_GEMM",
@@ -175,15 +175,13 @@ def _must_be(subject: str, expected: object, found: object) -> None:
         raise ContractError("DeepGEMM does not keep what it was told", [blocker])
 
 
-DEEP_GEMM = register_contract(
-    Contract(
-        name="deep_gemm",
-        expected="FP8 products (dense, contiguous, masked) whose rows do not depend on the batch, proven on this GPU",
-        remedy="Use the DeepGEMM of vLLM's wheel on Hopper, or a build with set_batch_invariant; or unset "
-        "VLLM_BATCH_INVARIANT.",
-        static=_static,
-        dynamic=_dynamic,
-    )
+DEEP_GEMM = Contract(
+    name="deep_gemm",
+    expected="FP8 products (dense, contiguous, masked) whose rows do not depend on the batch, proven on this GPU",
+    remedy="Use the DeepGEMM of vLLM's wheel on Hopper, or a build with set_batch_invariant; or unset "
+    "VLLM_BATCH_INVARIANT.",
+    static=_static,
+    dynamic=_dynamic,
 )
 
 

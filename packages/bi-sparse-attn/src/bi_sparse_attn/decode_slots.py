@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bi_kernels._outputs import check_output
-from bi_kernels.runtime.checks import check_tensor, check_value
+from bi_kernels.runtime.checks import check_output, check_tensor, check_value
 
 from .capacity import check_compress_ratio
 from .reference import decode_slots as reference

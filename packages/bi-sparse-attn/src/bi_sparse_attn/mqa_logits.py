@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bi_kernels._outputs import check_output
-from bi_kernels.runtime.checks import check_tensor
+from bi_kernels.runtime.checks import check_output, check_tensor
 
 from ._ops import launch
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from bi_kernels.runtime.packages import distribution_version, module_file, package_directories
-from bi_kernels.runtime.probe import Contract, Finding, SelfTest, register_contract
+from bi_kernels.runtime.probe import Contract, Finding, SelfTest
 
 if TYPE_CHECKING:
     import torch
@@ -36,13 +36,11 @@ def _flash_mla_static() -> Finding:
     return Finding(bool(libraries), ", ".join(libraries) or "no vllm/_flashmla_C*.so")
 
 
-FLASH_MLA = register_contract(
-    Contract(
-        name="flash_mla",
-        expected="flash_mla_sparse_fwd, the one kernel of prefill and decode, as vLLM ships it",
-        remedy="Install vLLM's own wheel for CUDA; builds without FlashMLA have another attention.",
-        static=_flash_mla_static,
-    )
+FLASH_MLA = Contract(
+    name="flash_mla",
+    expected="flash_mla_sparse_fwd, the one kernel of prefill and decode, as vLLM ships it",
+    remedy="Install vLLM's own wheel for CUDA; builds without FlashMLA have another attention.",
+    static=_flash_mla_static,
 )
 
 
@@ -60,13 +58,11 @@ def _scores_dynamic() -> Finding:
     return Finding(different == 0, f"{different} of {int(ends.sum())} scores differ between prefill and decode")
 
 
-INDEXER_SCORES = register_contract(
-    Contract(
-        name="indexer_scores",
-        expected="the same score bits from fp8_fp4_mqa_logits (prefill) and fp8_fp4_paged_mqa_logits (decode)",
-        remedy=_REMEDY,
-        dynamic=_scores_dynamic,
-    )
+INDEXER_SCORES = Contract(
+    name="indexer_scores",
+    expected="the same score bits from fp8_fp4_mqa_logits (prefill) and fp8_fp4_paged_mqa_logits (decode)",
+    remedy=_REMEDY,
+    dynamic=_scores_dynamic,
 )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from .errors import ArgumentError
 
-__all__ = ["check_rows_aligned", "check_tensor", "check_value"]
+__all__ = ["check_output", "check_rows_aligned", "check_tensor", "check_value"]
 
 Dim = int | str | None
 
@@ -75,6 +75,21 @@ def _may_overlap(tensor: torch.Tensor) -> bool:
                 return tensor.numel() > 0
             reach += (size - 1) * stride
     return False
+
+
+def check_output(
+    name: str,
+    out: torch.Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    device: torch.device,
+    *,
+    last_dim_contiguous: bool = False,
+) -> None:
+    """Raise :class:`ArgumentError` unless ``out`` can take the result: also its elements must not share memory."""
+    check_tensor(
+        name, out, dtype=dtype, shape=shape, device=device, last_dim_contiguous=last_dim_contiguous, disjoint=True
+    )
 
 
 def check_value(name: str, ok: bool, expected: str, found: object, remedy: str) -> None:

@@ -8,7 +8,7 @@ batch-dependent on purpose: a test that does not notice its twin proves nothing,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,15 +27,12 @@ __all__ = [
     "SelfTest",
     "SelfTestReport",
     "clear_cache",
-    "contracts",
-    "register_contract",
     "run_self_test",
 ]
 
 NEIGHBOURS = ("random", "zero", "huge", "nan")
 """Kinds of rows that the row under test is put among."""
 
-_CONTRACTS: dict[str, Contract] = {}
 _REPORTS: dict[tuple[str, str, str, str], SelfTestReport] = {}
 _LOCK = threading.RLock()
 
@@ -176,23 +173,6 @@ class SelfTestReport:
     comparisons: int
     found: str
     blockers: tuple[Blocker, ...] = field(default=())
-
-
-def register_contract(contract: Contract) -> Contract:
-    """Add ``contract`` to the registry that doctor and the model hooks go through.
-
-    Raises:
-        ValueError: Another contract has this name.
-    """
-    with _LOCK:
-        if _CONTRACTS.setdefault(contract.name, contract) is not contract:
-            raise ValueError(f"contract {contract.name!r} is registered already")
-    return contract
-
-
-def contracts() -> Mapping[str, Contract]:
-    """The registered contracts by name."""
-    return dict(_CONTRACTS)
 
 
 def clear_cache() -> None:

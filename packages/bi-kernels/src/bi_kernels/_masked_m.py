@@ -1,29 +1,12 @@
-"""Checks that several ops share: caller-owned outputs, and counts of the masked layout."""
+"""The check of ``masked_m``, which the ops with an expert-masked layout share."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
 from .runtime.checks import check_tensor, check_value
 
-__all__ = ["check_masked_m", "check_output"]
-
-
-def check_output(
-    name: str,
-    out: torch.Tensor,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    device: torch.device,
-    *,
-    last_dim_contiguous: bool = False,
-) -> None:
-    """Raise :class:`ArgumentError` unless ``out`` can take the result: also its elements must not share memory."""
-    check_tensor(
-        name, out, dtype=dtype, shape=shape, device=device, last_dim_contiguous=last_dim_contiguous, disjoint=True
-    )
+__all__ = ["check_masked_m"]
 
 
 def check_masked_m(masked_m: torch.Tensor, x: torch.Tensor, columns: str) -> None:
