@@ -85,11 +85,7 @@ def build(session: nox.Session, package: str) -> None:
         install(session, "scikit-build-core", *(("torch", "cmake", "ninja") if has_kernels else ()))
     if has_kernels and package != "bi-kernels":  # its CMake helper and headers
         session.install("--no-deps", "--no-compile", wheel_of("bi-kernels"))
-    WHEELS.mkdir(parents=True, exist_ok=True)
-    for old in WHEELS.glob(f"{package.replace('-', '_')}-*.whl"):
-        old.unlink()
-    options = ("-q", "--no-deps", "--no-build-isolation", "-w", str(WHEELS))
-    session.run("python", "-m", "pip", "wheel", *options, str(source))
+    make_wheel(session, package, WHEELS, cuda="auto")
 
 
 @nox.session(tags=["cpu"], requires=all_built, venv_params=VENV)
@@ -159,16 +155,35 @@ def anchors(session: nox.Session, vllm: str) -> None:
     session.run("python", "ci/checks/vllm_anchors.py", "--vllm", vllm, *session.posargs)
 
 
-@nox.session(default=False, requires=all_built, venv_params=VENV)
+@nox.session(default=False, venv_params=VENV)
 def aligned_e2e(session: nox.Session) -> None:
-    """The aligned stack: wheels, suites, fuzzing, then rollout, actor, reload, faults. ``-- --profile cpu`` etc."""
-    install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, "transformers", *TESTING)
+    """The aligned stack: wheels, suites, fuzzing, then rollout, actor, reload, faults. ``-- --profile cpu`` etc.
+
+    Profile ``cpu`` runs on the references, so its wheels are built without the CUDA libraries, which takes seconds;
+    ``build(...)`` and the sessions of ``nox -t cpu`` compile them.
+    """
+    install(session, "scikit-build-core")
+    folder = WHEELS.with_name("reference-wheels")
+    for package in PACKAGES:
+        make_wheel(session, package, folder, cuda="off")
+    install(session, *(str(wheel) for wheel in folder.glob("*.whl")), *END_TO_END, "transformers", *TESTING)
     for package in PACKAGES:
         run_tests(session, package, "not gpu")
     session.env["PYTHONPATH"] = str(ROOT / "ci")
     faults = [f"ci/tests/test_{name}.py" for name in ("cases", "robustness", "fuzz_ops", "fuzz_bytes")]
     session.run("python", "-m", "pytest", "-p", "bi_kernels.testing.pytest_plugin", "-q", *in_parallel(), *faults)
     session.run("python", "-m", "aligned_e2e", *session.posargs)
+
+
+def make_wheel(session: nox.Session, package: str, folder: pathlib.Path, *, cuda: str) -> None:
+    """Build a package's wheel into ``folder`` in place of an older one; the session has what that needs."""
+    for old in folder.glob(f"{package.replace('-', '_')}-*.whl"):
+        old.unlink()
+    options = ("-q", "--no-deps", "--no-build-isolation", "-w", str(folder))
+    session.run(
+        "python", "-m", "pip", "wheel", *options, str(ROOT / "packages" / package),
+        env={"BI_BUILD_CUDA": os.environ.get("BI_BUILD_CUDA", cuda)},
+    )  # fmt: skip
 
 
 def in_parallel() -> tuple[str, ...]:
