@@ -45,8 +45,8 @@ void mhc_pre_form(const Tensor& x, const char* x_name, const Tensor& fn, const c
                         {{x_name, &x}, {fn_name, &fn}, {"scale", &scale}, {"base", &base}, {"norm_weight", &norm}});
     };
     if constexpr (kBroadcast) {
-        check_apart({{"layer_input", &layer_input}, {"post_mix", &post_mix}, {"comb_mix", &comb_mix},
-                     {"residual", &last}});
+        check_apart(
+            {{"layer_input", &layer_input}, {"post_mix", &post_mix}, {"comb_mix", &comb_mix}, {"residual", &last}});
     } else {
         check_apart({{"layer_input", &layer_input}, {"post_mix", &post_mix}, {"comb_mix", &comb_mix}});
     }
@@ -89,8 +89,8 @@ void mhc_pre_broadcast(const Tensor& x, const Tensor& fn_broadcast, const Tensor
                        int64_t sinkhorn_iters, double post_mult, const Tensor& layer_input, const Tensor& post_mix,
                        const Tensor& comb_mix, const Tensor& residual) {
     mhc_pre_form<bi::MhcForm::kBroadcast>(x, "x", fn_broadcast, "fn_broadcast", scale, base, norm_weight,
-                                          {rms_eps, hc_eps, norm_eps, sinkhorn_iters, post_mult}, layer_input,
-                                          post_mix, comb_mix, &residual);
+                                          {rms_eps, hc_eps, norm_eps, sinkhorn_iters, post_mult}, layer_input, post_mix,
+                                          comb_mix, &residual);
 }
 
 }  // namespace

@@ -264,9 +264,8 @@ __global__ void __launch_bounds__(32 * kMhcCutWarps)
         float block_sums[kMhcPieceBlocks];
 #pragma unroll
         for (int i = 0; i < kMhcPieceBlocks; ++i) {
-            block_sums[i] = i < mine.blocks
-                                ? mhc_cluster_load(at + i % kMhcCutWarps * Sums::kFloats * 4, i / kMhcCutWarps)
-                                : -0.0f;
+            block_sums[i] =
+                i < mine.blocks ? mhc_cluster_load(at + i % kMhcCutWarps * Sums::kFloats * 4, i / kMhcCutWarps) : -0.0f;
         }
         float total = block_sums[0];
 #pragma unroll
@@ -339,13 +338,12 @@ __global__ void __launch_bounds__(MhcManyRows<kColumns>::kThreads, 1)
         uint32_t parity = 0;
         for (int64_t tile = first_tile; tile < tiles; tile += tile_step) {
             mhc_barrier_wait(barriers + 8 * stage, parity);
-            const uint32_t at = stages + stage * Layout::kStageBytes + group * Layout::kRowBytes +
-                                warp * kMhcBlockK * 2 + member * 16;
+            const uint32_t at =
+                stages + stage * Layout::kStageBytes + group * Layout::kRowBytes + warp * kMhcBlockK * 2 + member * 16;
             MhcBlockSum<kColumns> sum;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                sum.add(weights, j, mhc_shared_load(at + 64 * j),
-                        mhc_shared_load(at + 64 * j + 8 * Layout::kRowBytes));
+                sum.add(weights, j, mhc_shared_load(at + 64 * j), mhc_shared_load(at + 64 * j + 8 * Layout::kRowBytes));
             }
             if (tile >= first_tile + 2 * tile_step) mhc_named_wait(3 + buffer, threads);
             sum.store(sums + buffer * Layout::kBufferFloats + warp * Sums::kFloats, group, member);
