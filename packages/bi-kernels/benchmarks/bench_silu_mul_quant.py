@@ -9,14 +9,11 @@ from CUDA graphs, stock, ours and the copy by turns, and the median is taken. Wi
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from timing import COPY_BYTES, capture, copy_timer, machine, medians, write_records
+from timing import capture, medians, record, run_cases
 
 from bi_kernels import ScaleFormat, detect_arch, fused_silu_mul_per_token_group_quant, scale_format_for
 from bi_kernels.reference import silu_mul_quant as reference
@@ -95,34 +92,18 @@ def bench(shape: tuple[int, ...], copy: Callable[[], float]) -> dict[str, object
     name, stock = stock_kernel(x, masked_m)
     timers = [capture(ours, launches), copy] + ([capture(stock, launches)] if stock is not None else [])
     ours_us, copy_us, *stock_us = medians(*timers)
-    gb_s = moved / ours_us / 1e3
-    return {
-        "op": "silu_mul_quant_contiguous" if masked_m is None else "silu_mul_quant_masked",
-        "shape": list(shape),
-        "scale_format": scale_format.name,
-        "stock": name,
-        "stock_us": round(stock_us[0], 2) if stock_us else None,
-        "ours_us": round(ours_us, 2),
-        "ratio": round(stock_us[0] / ours_us, 3) if stock_us else None,
-        "gb_s": round(gb_s, 1),
-        "percent_of_copy": round(100 * gb_s / (2 * COPY_BYTES / copy_us / 1e3), 1),
-        "bitwise": equals_reference(x, masked_m, q, s, scale_format),
-        **machine(),
-    }
-
-
-def main() -> None:
-    """Bench every shape and write the records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="put the records here, in place of older ones of these ops")
-    args = parser.parse_args()
-    copy = copy_timer()
-    records = []
-    for shape in CONTIGUOUS + MASKED:
-        records.append(bench(shape, copy))
-        print(json.dumps(records[-1]), flush=True)
-    write_records(args.out, records)
+    return record(
+        "silu_mul_quant_contiguous" if masked_m is None else "silu_mul_quant_masked",
+        list(shape),
+        moved=moved,
+        ours_us=ours_us,
+        copy_us=copy_us,
+        bitwise=equals_reference(x, masked_m, q, s, scale_format),
+        stock=name,
+        stock_us=stock_us[0] if stock_us else None,
+        scale_format=scale_format.name,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__, ((shape,) for shape in CONTIGUOUS + MASKED), bench)

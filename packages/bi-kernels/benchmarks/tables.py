@@ -7,19 +7,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
+from readme_tables import equal, rewrite, row
+
 PACKAGE = Path(__file__).resolve().parents[1]
-START, END = "<!-- tables: python benchmarks/tables.py -->\n", "<!-- end of tables -->\n"
 GOAL_COPY, GOAL_RATIO, GOAL_DEFAULT = 85.0, 1.25, 1 / 1.15
-
-
-def row(*cells: object) -> str:
-    """One line of a table."""
-    return "| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |"
 
 
 def fused_table(records: list[dict[str, object]]) -> list[str]:
@@ -32,7 +27,6 @@ def fused_table(records: list[dict[str, object]]) -> list[str]:
         kind = "masked (E, T, I)" if str(r["op"]).endswith("masked") else "contiguous (M, I)"
         shape = ", ".join(map(str, r["shape"]))  # type: ignore[call-overload]
         ratio = None if r["ratio"] is None else f"{r['ratio']:.2f}"
-        equal = "equal" if r["bitwise"] else "DIFFERENT"
         lines.append(
             row(
                 kind,
@@ -42,7 +36,7 @@ def fused_table(records: list[dict[str, object]]) -> list[str]:
                 ratio,
                 f"{r['gb_s']:.0f}",
                 f"{r['percent_of_copy']:.0f} %",
-                equal,
+                equal(r),
             )
         )
     return lines
@@ -119,21 +113,5 @@ def tables() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    """Rewrite README.md, or compare it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only compare")
-    args = parser.parse_args()
-    readme = PACKAGE / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(START)
-    after = rest.split(END)[1]
-    new = before + START + "\n" + tables() + "\n" + END + after
-    if args.check:
-        return int(new != text)
-    readme.write_text(new)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rewrite(PACKAGE, tables, __doc__))

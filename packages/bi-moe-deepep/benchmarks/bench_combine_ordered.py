@@ -8,14 +8,11 @@ One JSON line per number of tokens, in the format of bi-kernels' ``h200.jsonl``:
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from timing import COPY_BYTES, capture, copy_timer, machine, medians, write_records
+from timing import capture, medians, record, run_cases
 
 from bi_kernels.testing import first_difference
 from bi_moe_deepep import combine_ordered
@@ -50,33 +47,17 @@ def bench(tokens: int, copy: Callable[[], float]) -> dict[str, object]:
     ours_us, copy_us, *stock_us = medians(*timers)
     some = torch.arange(0, tokens, max(1, tokens // 64))
     want = reference.combine_ordered(rows.cpu(), slots[some].cpu(), weights[some].cpu())
-    gb_s = moved / ours_us / 1e3
-    return {
-        "op": "combine_ordered",
-        "shape": [tokens, TOP_K, HIDDEN],
-        "stock": "ep_gather" if stock_us else None,
-        "stock_us": round(stock_us[0], 2) if stock_us else None,
-        "ours_us": round(ours_us, 2),
-        "ratio": round(stock_us[0] / ours_us, 3) if stock_us else None,
-        "gb_s": round(gb_s, 1),
-        "percent_of_copy": round(100 * gb_s / (2 * COPY_BYTES / copy_us / 1e3), 1),
-        "bitwise": first_difference(out[some].cpu(), want) is None,
-        **machine(),
-    }
-
-
-def main() -> None:
-    """Bench every number of tokens and write the records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="put the records here, in place of older ones of this op")
-    args = parser.parse_args()
-    copy = copy_timer()
-    records = []
-    for tokens in TOKENS:
-        records.append(bench(tokens, copy))
-        print(json.dumps(records[-1]), flush=True)
-    write_records(args.out, records)
+    return record(
+        "combine_ordered",
+        [tokens, TOP_K, HIDDEN],
+        moved=moved,
+        ours_us=ours_us,
+        copy_us=copy_us,
+        bitwise=first_difference(out[some].cpu(), want) is None,
+        stock="ep_gather" if stock_us else None,
+        stock_us=stock_us[0] if stock_us else None,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__, ((tokens,) for tokens in TOKENS), bench)

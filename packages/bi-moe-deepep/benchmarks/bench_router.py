@@ -9,13 +9,10 @@ turns with the copy; medians.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from timing import COPY_BYTES, capture, copy_timer, machine, medians, write_records
+from timing import capture, medians, record, run_cases
 
 from bi_kernels.testing import first_difference
 from bi_moe_deepep import select_experts
@@ -36,33 +33,15 @@ def bench(tokens: int, copy: Callable[[], float]) -> dict[str, object]:
         capture(lambda: select_experts(logits, bias=bias, out_weights=weights, out_ids=ids, **arguments), 200), copy
     )
     want = reference.select_experts(logits.cpu(), bias=bias.cpu(), **arguments)
-    gb_s = moved / ours_us / 1e3
-    return {
-        "op": "select_experts",
-        "shape": [tokens, EXPERTS, TOP_K],
-        "stock": None,
-        "stock_us": None,
-        "ours_us": round(ours_us, 2),
-        "ratio": None,
-        "gb_s": round(gb_s, 1),
-        "percent_of_copy": round(100 * gb_s / (2 * COPY_BYTES / copy_us / 1e3), 1),
-        "bitwise": all(first_difference(a.cpu(), b) is None for a, b in zip((weights, ids), want, strict=True)),
-        **machine(),
-    }
-
-
-def main() -> None:
-    """Bench every number of tokens and write the records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="put the records here, in place of older ones of this op")
-    args = parser.parse_args()
-    copy = copy_timer()
-    records = []
-    for tokens in TOKENS:
-        records.append(bench(tokens, copy))
-        print(json.dumps(records[-1]), flush=True)
-    write_records(args.out, records)
+    return record(
+        "select_experts",
+        [tokens, EXPERTS, TOP_K],
+        moved=moved,
+        ours_us=ours_us,
+        copy_us=copy_us,
+        bitwise=all(first_difference(a.cpu(), b) is None for a, b in zip((weights, ids), want, strict=True)),
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__, ((tokens,) for tokens in TOKENS), bench)

@@ -7,21 +7,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bi-kernels" / "benchmarks"))
+from readme_tables import equal, rewrite, row
+
 PACKAGE = Path(__file__).resolve().parents[1]
-START, END = "<!-- tables: python benchmarks/tables.py -->\n", "<!-- end of tables -->\n"
 GOAL = 1 / 1.05  # of the expert layer, against stock DeepGEMM experts
 KERNELS = ("stage_tokens", "combine_ordered")
 Record = dict[str, object]
-
-
-def row(*cells: object) -> str:
-    """One line of a table."""
-    return "| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |"
 
 
 def kernel_table(records: list[Record]) -> list[str]:
@@ -32,9 +28,8 @@ def kernel_table(records: list[Record]) -> list[str]:
     ]
     for r in records:
         tokens = r["shape"][0]  # type: ignore[index]
-        equal = "equal" if r["bitwise"] else "DIFFERENT"
         cells = r["stock_us"], r["ours_us"], r["ratio"], f"{r['gb_s']:.0f}", f"{r['percent_of_copy']:.0f} %"
-        lines.append(row(f"`{r['op']}`", tokens, *cells, equal))
+        lines.append(row(f"`{r['op']}`", tokens, *cells, equal(r)))
     return lines
 
 
@@ -59,8 +54,7 @@ def dispatch_table(records: list[Record]) -> list[str]:
         name = "DeepEP" if r["op"] == "dispatch_deepep" else "NCCL"
         tokens = r["shape"][0]  # type: ignore[index]
         size = f"{r['received_bytes'] / 1e6:.2f}"  # type: ignore[operator]
-        equal = "equal" if r["bitwise"] else "DIFFERENT"
-        lines.append(row(name, r["ranks"], tokens, r["dispatch_us"], r["combine_us"], size, equal))
+        lines.append(row(name, r["ranks"], tokens, r["dispatch_us"], r["combine_us"], size, equal(r)))
     return lines
 
 
@@ -95,21 +89,5 @@ def tables() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    """Rewrite README.md, or compare it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only compare")
-    args = parser.parse_args()
-    readme = PACKAGE / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(START)
-    after = rest.split(END)[1]
-    new = before + START + "\n" + tables() + "\n" + END + after
-    if args.check:
-        return int(new != text)
-    readme.write_text(new)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rewrite(PACKAGE, tables, __doc__))

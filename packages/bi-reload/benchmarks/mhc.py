@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bi-kernels" / "benchmarks"))
-from timing import COPY_BYTES, capture, copy_timer, machine, medians, write_records
+from timing import capture, copy_timer, medians, record, write_records
 
 from bi_kernels.testing import bit_view
 from bi_reload import MhcPre, MhcPreBroadcast, mhc_head, mhc_post, mhc_pre, mhc_pre_broadcast
@@ -171,24 +171,23 @@ def bench(op: str, every: Tensors, site: Site, tokens: int, copy: Callable[[], f
     timers = [capture(call, launches), copy] + ([capture(stock_call, launches)] if stock_call is not None else [])
     ours_us, copy_us, *stock_us = medians(*timers)
     results = call()
-    gb_s = moved / ours_us / 1e3
-    record: dict[str, object] = {
-        "op": op,
-        "shape": [tokens, hidden],
-        "stock": name,
-        "stock_us": round(stock_us[0], 2) if stock_us else None,
-        "ours_us": round(ours_us, 2),
-        "ratio": round(stock_us[0] / ours_us, 3) if stock_us else None,
-        "gb_s": round(gb_s, 1),
-        "percent_of_copy": round(100 * gb_s / (2 * COPY_BYTES / copy_us / 1e3), 1),
-        "bitwise": all(torch.equal(bit_view(a), bit_view(b[:tokens])) for a, b in zip(results, every, strict=True)),
-    }
+    more: dict[str, object] = {}
     if op == "mhc_post_pre":
-        record["precision"] = precision(s, results[2], results[0])
+        more["precision"] = precision(s, results[2], results[0])
         if stock_call is not None:
             theirs = stock_call()
-            record["stock_precision"] = precision(s, theirs[2], theirs[0])
-    return record | machine()
+            more["stock_precision"] = precision(s, theirs[2], theirs[0])
+    return record(
+        op,
+        [tokens, hidden],
+        moved=moved,
+        ours_us=ours_us,
+        copy_us=copy_us,
+        bitwise=all(torch.equal(bit_view(a), bit_view(b[:tokens])) for a, b in zip(results, every, strict=True)),
+        stock=name,
+        stock_us=stock_us[0] if stock_us else None,
+        **more,
+    )
 
 
 def main(*ops: str) -> None:

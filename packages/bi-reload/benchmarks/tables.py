@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bi-kernels" / "benchmarks"))
+from readme_tables import rewrite, row
+
 PACKAGE = Path(__file__).resolve().parents[1]
-START, END = "<!-- tables: python benchmarks/tables.py -->\n", "<!-- end of tables -->\n"
 GOAL = 1 / 1.15
 NAMES = {
     "mhc_post_pre": "post, then pre",
@@ -29,15 +30,15 @@ def table(records: list[dict[str, object]]) -> list[str]:
     tokens = sorted({r["shape"][0] for r in records})  # type: ignore[index]
     hidden = sorted({r["shape"][1] for r in records})  # type: ignore[index]
     found = {(r["op"], *r["shape"]): r for r in records}  # type: ignore[misc]
-    lines = ["| op | H | " + " | ".join(f"T = {t}" for t in tokens) + " |", "|---|--:|" + "--:|" * len(tokens)]
+    lines = [row("op", "H", *(f"T = {t}" for t in tokens)), "|---|--:|" + "--:|" * len(tokens)]
     for op, name in NAMES.items():
         for h in hidden:
             cells = []
             for t in tokens:
                 r = found.get((op, t, h))
                 stock = "-" if r is None or r["stock_us"] is None else f"{r['stock_us']:.1f}"
-                cells.append("-" if r is None else f"{r['ours_us']:.1f} / {stock}")
-            lines.append(f"| {name} | {h} | " + " | ".join(cells) + " |")
+                cells.append(None if r is None else f"{r['ours_us']:.1f} / {stock}")
+            lines.append(row(name, h, *cells))
     return lines
 
 
@@ -79,21 +80,5 @@ def tables() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    """Rewrite README.md, or compare it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only compare")
-    args = parser.parse_args()
-    readme = PACKAGE / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(START)
-    after = rest.split(END)[1]
-    new = before + START + "\n" + tables() + "\n" + END + after
-    if args.check:
-        return int(new != text)
-    readme.write_text(new)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rewrite(PACKAGE, tables, __doc__))

@@ -9,8 +9,6 @@ Stock is null: vLLM's kernel derives positions and starts from prefix sums of th
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bi-kernels" / "benchmarks"))
-from timing import COPY_BYTES, capture, copy_timer, machine, medians, write_records
+from timing import capture, medians, record, run_cases
 
 from bi_kernels.testing import first_difference
 from bi_sparse_attn import combine_topk_swa
@@ -49,33 +47,15 @@ def bench(tokens: int, copy: Callable[[], float]) -> dict[str, object]:
         out_lengths=torch.empty_like(lengths, device="cpu"),
         **arguments,
     )
-    gb_s = moved / ours_us / 1e3
-    return {
-        "op": "combine_indices",
-        "shape": [tokens, ENTRIES, WINDOW],
-        "stock": None,
-        "stock_us": None,
-        "ours_us": round(ours_us, 2),
-        "ratio": None,
-        "gb_s": round(gb_s, 1),
-        "percent_of_copy": round(100 * gb_s / (2 * COPY_BYTES / copy_us / 1e3), 1),
-        "bitwise": all(first_difference(a.cpu(), b) is None for a, b in zip((indices, lengths), want, strict=True)),
-        **machine(),
-    }
-
-
-def main() -> None:
-    """Bench every number of tokens and write the records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="put the records here, in place of older ones of this op")
-    args = parser.parse_args()
-    copy = copy_timer()
-    records = []
-    for tokens in TOKENS:
-        records.append(bench(tokens, copy))
-        print(json.dumps(records[-1]), flush=True)
-    write_records(args.out, records)
+    return record(
+        "combine_indices",
+        [tokens, ENTRIES, WINDOW],
+        moved=moved,
+        ours_us=ours_us,
+        copy_us=copy_us,
+        bitwise=all(first_difference(a.cpu(), b) is None for a, b in zip((indices, lengths), want, strict=True)),
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__, ((tokens,) for tokens in TOKENS), bench)

@@ -9,8 +9,6 @@ graphs, by turns with the copy. Stock is null: no kernel of vLLM does this step,
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bi-kernels" / "benchmarks"))
-from timing import COPY_BYTES, capture, copy_timer, machine, medians, write_records
+from timing import capture, medians, record, run_cases
 
 from bi_kernels.testing import first_difference
 from bi_sparse_attn import gather_decode_kv, kv_block_bytes
@@ -46,35 +44,17 @@ def bench(tokens: int, entries: int, copy: Callable[[], float]) -> dict[str, obj
 
     moved = tokens * width * (584 + 1024 + 4 + 4)
     ours_us, copy_us = medians(capture(ours, 50), copy)
-    gb_s = moved / ours_us / 1e3
     some = slice(0, min(tokens, 8))
     want = reference.gather_decode_kv(cache, cache, compressed[some], window[some], **sizes)
-    return {
-        "op": "gather_decode_kv",
-        "shape": [tokens, entries],
-        "stock": None,
-        "stock_us": None,
-        "ours_us": round(ours_us, 2),
-        "ratio": None,
-        "gb_s": round(gb_s, 1),
-        "percent_of_copy": round(100 * gb_s / (2 * COPY_BYTES / copy_us / 1e3), 1),
-        "bitwise": first_difference(out[some], want.workspace[:, :width]) is None,
-        **machine(),
-    }
-
-
-def main() -> None:
-    """Bench every shape and write the records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="put the records here, in place of older ones of this op")
-    args = parser.parse_args()
-    copy = copy_timer()
-    records = []
-    for tokens, entries in SHAPES:
-        records.append(bench(tokens, entries, copy))
-        print(json.dumps(records[-1]), flush=True)
-    write_records(args.out, records)
+    return record(
+        "gather_decode_kv",
+        [tokens, entries],
+        moved=moved,
+        ours_us=ours_us,
+        copy_us=copy_us,
+        bitwise=first_difference(out[some], want.workspace[:, :width]) is None,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__, SHAPES, bench)

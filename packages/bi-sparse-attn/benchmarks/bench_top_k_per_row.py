@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bi-kernels" / "benchmarks"))
-from timing import COPY_BYTES, capture, copy_timer, machine, medians, write_records
+from timing import capture, copy_timer, medians, record, write_records
 
 from bi_kernels.testing import first_difference
 from bi_sparse_attn import top_k_per_row_prefill
@@ -84,25 +84,22 @@ def bench(rows: int, columns: int, scores: str, copy: Callable[[], float]) -> di
     )
     others = dict(zip(selectors, (round(us, 2) for us in others_us), strict=True))
     stock = min((name for name in others if name != "torch.topk"), key=lambda name: others[name], default=None)
-    gb_s = moved / ours_us / 1e3
     out.fill_(-7)
     ours()
     equal = first_difference(out, reference.top_k_per_row_prefill(logits, starts, ends, TOP_K)) is None
-    return {
-        "op": "top_k",
-        "shape": [rows, columns],
-        "top_k": TOP_K,
-        "scores": scores,
-        "stock": stock,
-        "stock_us": None if stock is None else others[stock],
-        "ours_us": round(ours_us, 2),
-        "ratio": None if stock is None else round(others[stock] / ours_us, 3),
-        "others_us": {name: us for name, us in others.items() if name != stock},
-        "gb_s": round(gb_s, 1),
-        "percent_of_copy": round(100 * gb_s / (2 * COPY_BYTES / copy_us / 1e3), 1),
-        "bitwise": equal,
-        **machine(),
-    }
+    return record(
+        "top_k",
+        [rows, columns],
+        moved=moved,
+        ours_us=ours_us,
+        copy_us=copy_us,
+        bitwise=equal,
+        stock=stock,
+        stock_us=None if stock is None else others[stock],
+        top_k=TOP_K,
+        scores=scores,
+        others_us={name: us for name, us in others.items() if name != stock},
+    )
 
 
 def main() -> None:

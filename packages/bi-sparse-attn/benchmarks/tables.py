@@ -7,23 +7,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bi-kernels" / "benchmarks"))
+from readme_tables import equal, rewrite, row
+
 PACKAGE = Path(__file__).resolve().parents[1]
-START, END = "<!-- tables: python benchmarks/tables.py -->\n", "<!-- end of tables -->\n"
-
-
-def row(*cells: object) -> str:
-    """One line of a table."""
-    return "| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |"
-
-
-def equal(record: dict[str, object]) -> str:
-    """What the comparison with the reference in the same run gave."""
-    return "equal" if record["bitwise"] else "DIFFERENT"
 
 
 def top_k_table(records: list[dict[str, object]]) -> list[str]:
@@ -87,21 +78,5 @@ def tables() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    """Rewrite README.md, or compare it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only compare")
-    args = parser.parse_args()
-    readme = PACKAGE / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(START)
-    after = rest.split(END)[1]
-    new = before + START + "\n" + tables() + "\n" + END + after
-    if args.check:
-        return int(new != text)
-    readme.write_text(new)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(rewrite(PACKAGE, tables, __doc__))
