@@ -109,7 +109,7 @@ def subset(session: nox.Session, package: str) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """One package's CPU tests against its installed wheel."""
     install(session, *with_needs(package), *TESTING)
-    run_tests(session, package, "not gpu")
+    run_tests(session, "not gpu", f"packages/{package}/tests")
 
 
 @nox.session(tags=["cpu"], requires=all_built, venv_params=VENV)
@@ -117,8 +117,7 @@ def repository(session: nox.Session) -> None:
     """What the repository promises about itself, and the end-to-end comparison in small, with a fault it must find."""
     install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, *TESTING)
     session.env["PYTHONPATH"] = str(ROOT / "ci")
-    session.env.setdefault("OMP_NUM_THREADS", "1")
-    session.run("python", "-m", "pytest", "-p", "bi_kernels.testing.pytest_plugin", "-q", *in_parallel(), "ci/tests")
+    run_tests(session, "not gpu", "ci/tests")
 
 
 @nox.session(tags=["gpu"], default=False, requires=all_built, venv_params=VENV)
@@ -127,7 +126,7 @@ def gpu(session: nox.Session, package: str) -> None:
     """One package's GPU tests but those inside vLLM; fails, and does not skip, where no GPU is visible."""
     install(session, *with_needs(package), "pytest", "hypothesis")
     session.run("python", "-c", "import bi_kernels; print(bi_kernels.detect_arch())")
-    run_tests(session, package, "gpu and not vllm")
+    run_tests(session, "gpu and not vllm", f"packages/{package}/tests")
 
 
 @nox.session(tags=["gpu"], default=False, requires=all_built, venv_params=VENV)
@@ -167,11 +166,9 @@ def aligned_e2e(session: nox.Session) -> None:
     for package in PACKAGES:
         make_wheel(session, package, folder, cuda="off")
     install(session, *(str(wheel) for wheel in folder.glob("*.whl")), *END_TO_END, "transformers", *TESTING)
-    for package in PACKAGES:
-        run_tests(session, package, "not gpu")
     session.env["PYTHONPATH"] = str(ROOT / "ci")
     faults = [f"ci/tests/test_{name}.py" for name in ("cases", "robustness", "fuzz_ops", "fuzz_bytes")]
-    session.run("python", "-m", "pytest", "-p", "bi_kernels.testing.pytest_plugin", "-q", *in_parallel(), *faults)
+    run_tests(session, "not gpu", *(f"packages/{package}/tests" for package in PACKAGES), *faults)
     session.run("python", "-m", "aligned_e2e", *session.posargs)
 
 
@@ -191,12 +188,11 @@ def in_parallel() -> tuple[str, ...]:
     return "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile"
 
 
-def run_tests(session: nox.Session, package: str, marker: str) -> None:
-    """Run pytest over one package, in a process of its own: the four suites share file names."""
+def run_tests(session: nox.Session, marker: str, *paths: str) -> None:
+    """Run the tests of ``paths`` that have ``marker``, all in one go: each process imports torch but once."""
     # One thread is several times faster than two on tensors this small; tests that vary the count set it themselves.
     session.env.setdefault("OMP_NUM_THREADS", "1")
     parallel = in_parallel() if marker == "not gpu" else ()  # one GPU, one process
     session.run(
-        "python", "-m", "pytest", "-p", "bi_kernels.testing.pytest_plugin", "-q", "-m", marker, *parallel,
-        f"packages/{package}/tests",
-    )  # fmt: skip
+        "python", "-m", "pytest", "-p", "bi_kernels.testing.pytest_plugin", "-q", "-m", marker, *parallel, *paths
+    )

@@ -89,7 +89,7 @@ class DeepseekV4(Part):
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, batch: Batch, caches: Caches) -> torch.Tensor:
         """Hidden states before the head.
 
@@ -132,7 +132,7 @@ class DeepseekV4(Part):
         probe("mhc_head", collapsed, layer=c.num_layers, rows=batch.rows)
         return rms_norm(collapsed, self.norm.weight, c.rms_norm_eps)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, which: torch.Tensor, batch: Batch) -> torch.Tensor:
         """``(n, vocab)`` float32 logits of the ``n`` rows ``which`` of a batch's hidden states."""
         logits = bk.fixed_order_mm(hidden[which], self.head.weight)
@@ -397,7 +397,7 @@ class DeepseekV4(Part):
         """Rows of the largest batch of any rank of the group; a collective."""
         return rows if self.group is None else max(rank[0] for rank in self.group.all_gather_ints([rows]))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def lend_experts(self, bucket: int) -> None:
         """Take part in one forward call of the other ranks, without rows. ``bucket`` is the largest batch."""
         c = self.config

@@ -28,22 +28,8 @@ BI_FN float sqrt_rn(float x) {
 
 // exp(v) for v <= 0, with the reference's bits: 2**n in two steps, so that a subnormal result is rounded once.
 BI_FN float exp_negative(float v) {
-    constexpr float kLog2e = 1.44269502162933349609375f;  // float32(1 / ln 2)
-    constexpr float kLn2Hi = 0.693359375f;
-    constexpr float kLn2Lo = -2.1219444005469058e-4f;
-    const float c = max_f(v, -105.0f);
-    const float shifted = add_rn(mul_rn(c, kLog2e), kRoundToInteger);
-    const float n = add_rn(shifted, -kRoundToInteger);
-    float r = fma_rn(n, -kLn2Hi, c);
-    r = fma_rn(n, -kLn2Lo, r);
-    float p = static_cast<float>(1.0 / 5040.0);
-    p = fma_rn(p, r, static_cast<float>(1.0 / 720.0));
-    p = fma_rn(p, r, static_cast<float>(1.0 / 120.0));
-    p = fma_rn(p, r, static_cast<float>(1.0 / 24.0));
-    p = fma_rn(p, r, static_cast<float>(1.0 / 6.0));
-    p = fma_rn(p, r, 0.5f);
-    p = fma_rn(p, r, 1.0f);
-    p = fma_rn(p, r, 1.0f);
+    float shifted;
+    const float p = exp_mantissa(max_f(v, -105.0f), shifted);
     const int32_t whole = static_cast<int32_t>(float_bits(shifted) - float_bits(kRoundToInteger));  // n
     const int32_t half = whole >> 1;
     const float a = bits_float(static_cast<uint32_t>(half + 127) << 23);

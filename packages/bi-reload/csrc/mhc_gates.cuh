@@ -36,21 +36,10 @@ struct MhcGatesArgs {
 #ifdef __CUDACC__
 // The reference's exp (bi_kernels.reference.numerics), for every float.
 BI_FN float mhc_exp(float x) {
-    constexpr float kLog2e = 1.44269502162933349609375f;  // float32(1 / ln 2)
-    const float c = max_f(min_f(x, 89.0f), -105.0f);
-    const float n = add_rn(add_rn(mul_rn(c, kLog2e), kRoundToInteger), -kRoundToInteger);
-    float r = fma_rn(n, -0.693359375f, c);
-    r = fma_rn(n, 2.12194440e-4f, r);
-    float p = static_cast<float>(1.0 / 5040.0);
-    p = fma_rn(p, r, static_cast<float>(1.0 / 720.0));
-    p = fma_rn(p, r, static_cast<float>(1.0 / 120.0));
-    p = fma_rn(p, r, static_cast<float>(1.0 / 24.0));
-    p = fma_rn(p, r, static_cast<float>(1.0 / 6.0));
-    p = fma_rn(p, r, 0.5f);
-    p = fma_rn(p, r, 1.0f);
-    p = fma_rn(p, r, 1.0f);
+    float shifted;
+    float p = exp_mantissa(max_f(min_f(x, 89.0f), -105.0f), shifted);
     // Two steps, so that a subnormal result is rounded once.
-    const int whole = __float2int_rn(n), half = whole >> 1;
+    const int whole = __float2int_rn(add_rn(shifted, -kRoundToInteger)), half = whole >> 1;
     p = mul_rn(p, bits_float(static_cast<uint32_t>(half + 127) << 23));
     p = mul_rn(p, bits_float(static_cast<uint32_t>(whole - half + 127) << 23));
     return x == x ? p : x;

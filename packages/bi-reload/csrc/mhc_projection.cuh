@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "bi/numerics.cuh"
+#include "bi/sm90.cuh"
 #include "dependent_launch.cuh"
 
 namespace bi {
@@ -56,20 +57,6 @@ struct MhcSums {
 };
 
 #ifdef __CUDACC__
-__device__ __forceinline__ uint32_t mhc_shared_address(const void* p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-__device__ __forceinline__ void mhc_barrier_wait(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-        "@!p bra again;\n"
-        "}\n" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
 __device__ __forceinline__ uint4 mhc_shared_load(uint32_t address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -83,9 +70,6 @@ __device__ __forceinline__ void mhc_named_wait(int barrier, int threads) {
 }
 __device__ __forceinline__ void mhc_named_arrive(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void mhc_cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // A float of another block of the cluster, at this block's own shared address.
 __device__ __forceinline__ float mhc_cluster_load(uint32_t address, uint32_t rank) {
@@ -255,12 +239,12 @@ __global__ void __launch_bounds__(32 * kMhcCutWarps)
         for (int j = 0; j < 2; ++j) sum.add(weights, j, upper[j], lower[j]);
         sum.store(sums + warp * Sums::kFloats, group, member);
     }
-    mhc_cluster_sync();
+    sm90::cluster_sync();
     constexpr int kShare = Sums::kFloats / kMhcCut;
     static_assert(kShare <= 32 * kMhcCutWarps && Sums::kFloats % kMhcCut == 0);
     if (threadIdx.x < kShare) {
         const int place = rank * kShare + threadIdx.x;
-        const uint32_t at = mhc_shared_address(sums + place);
+        const uint32_t at = sm90::shared_address(sums + place);
         float block_sums[kMhcPieceBlocks];
 #pragma unroll
         for (int i = 0; i < kMhcPieceBlocks; ++i) {
@@ -277,7 +261,7 @@ __global__ void __launch_bounds__(32 * kMhcCutWarps)
             a.partial[(row * a.split.splits + piece) * kMhcPartialStride + column] = total;
         }
     }
-    mhc_cluster_sync();  // a block's shared memory lives while others read it
+    sm90::cluster_sync();  // a block's shared memory lives while others read it
 }
 
 // Many rows: four warpgroups multiply, one brings tiles in and adds up. It hands most of its registers over.
@@ -303,7 +287,7 @@ __global__ void __launch_bounds__(MhcManyRows<kColumns>::kThreads, 1)
     using Sums = MhcSums<kColumns>;
     constexpr int kStages = Layout::kStages;
     extern __shared__ __align__(128) uint8_t mhc_shared[];
-    const uint32_t stages = mhc_shared_address(mhc_shared);
+    const uint32_t stages = sm90::shared_address(mhc_shared);
     const uint32_t barriers = stages + Layout::kBarriersAt;
     float* const sums = reinterpret_cast<float*>(mhc_shared + Layout::kSumsAt);
 
@@ -316,10 +300,8 @@ __global__ void __launch_bounds__(MhcManyRows<kColumns>::kThreads, 1)
     const int threads = 32 * mine.blocks + Layout::kAdders;
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kStages; ++i) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * i) : "memory");
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        for (int i = 0; i < kStages; ++i) sm90::barrier_init(barriers + 8 * i, 1);
+        sm90::barrier_init_fence();
     }
     if (threadIdx.x < kColumns) {
         prefetch_to_l2(a.weights + threadIdx.x * a.k + mine.first_k, mine.blocks * kMhcBlockK * 4);
@@ -337,7 +319,7 @@ __global__ void __launch_bounds__(MhcManyRows<kColumns>::kThreads, 1)
         int stage = 0, buffer = 0;
         uint32_t parity = 0;
         for (int64_t tile = first_tile; tile < tiles; tile += tile_step) {
-            mhc_barrier_wait(barriers + 8 * stage, parity);
+            sm90::barrier_wait(barriers + 8 * stage, parity);
             const uint32_t at =
                 stages + stage * Layout::kStageBytes + group * Layout::kRowBytes + warp * kMhcBlockK * 2 + member * 16;
             MhcBlockSum<kColumns> sum;
@@ -361,10 +343,7 @@ __global__ void __launch_bounds__(MhcManyRows<kColumns>::kThreads, 1)
             const int rows = static_cast<int>(min(int64_t{kMhcTileRows}, a.rows - row0));
             const uint32_t bytes = mine.blocks * kMhcBlockK * 2;
             const uint32_t barrier = barriers + 8 * stage;
-            if (lane == 0) {
-                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(rows * bytes)
-                             : "memory");
-            }
+            if (lane == 0) sm90::barrier_arrive_expect(barrier, rows * bytes);
             __syncwarp();
             if (lane < rows) {
                 asm volatile(

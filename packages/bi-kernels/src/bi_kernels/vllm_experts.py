@@ -17,7 +17,14 @@ from .runtime.errors import UnsupportedArchError
 from .scale_format import ScaleFormat, scale_format_for
 from .silu_mul_quant import fused_silu_mul_per_token_group_quant
 
-__all__ = ["act_mul_quant", "act_mul_quant_fp4", "batched_apply", "clamp_limit", "deep_gemm_scale_format"]
+__all__ = [
+    "act_mul_quant",
+    "act_mul_quant_fp4",
+    "batched_apply",
+    "check_router_weights",
+    "clamp_limit",
+    "deep_gemm_scale_format",
+]
 
 Method = Callable[..., Any]
 
@@ -125,13 +132,7 @@ def batched_apply(original: Method) -> Method:
         from vllm.utils.deep_gemm import fp8_m_grouped_gemm_nt_masked
 
         limit = clamp_limit(self, activation)
-        check_value(
-            "apply_router_weight_on_input",
-            not apply_router_weight_on_input,
-            "False",
-            apply_router_weight_on_input,
-            "Let the combine step apply the router's weights.",
-        )
+        check_router_weights(apply_router_weight_on_input)
         check_value(
             "expert_tokens_meta",
             expert_tokens_meta is not None,
@@ -155,6 +156,17 @@ def batched_apply(original: Method) -> Method:
         fp8_m_grouped_gemm_nt_masked(quantised, (w2, self.w2_scale), output, counts, expected_m)
 
     return apply
+
+
+def check_router_weights(apply_router_weight_on_input: bool) -> None:
+    """Refuse router weights that would be multiplied before the experts: the combine step rounds once, after them."""
+    check_value(
+        "apply_router_weight_on_input",
+        not apply_router_weight_on_input,
+        "False",
+        apply_router_weight_on_input,
+        "Let the combine step apply the router's weights.",
+    )
 
 
 def clamp_limit(experts: Any, activation: Any) -> float | None:

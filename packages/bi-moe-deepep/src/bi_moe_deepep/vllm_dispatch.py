@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bi_kernels.runtime.checks import check_value
+from bi_kernels.runtime.errors import Blocker, HookError
 
 from .capacity import ExpertCapacity
 from .dispatch import StagedDispatcher, Transport, plan_slices
@@ -65,6 +66,17 @@ class Staging:
             num_slices=num_slices,
             verify=verify,
         )
+
+
+def _not_staged() -> HookError:
+    """For two methods that vLLM's base class wants and the staged ``apply`` never calls."""
+    blocker = Blocker(
+        "expert-parallel layer",
+        "the staged FusedMoEKernelModularImpl.apply of bi-moe-deepep",
+        "vLLM's own, which prepares and finalises by itself",
+        "Remove the other plugin that edits it.",
+    )
+    return HookError("an expert layer went past the staged dispatch", [blocker])
 
 
 def make_fp8_prepare_finalize(original: Function) -> Function:
@@ -241,9 +253,9 @@ def _prepare_finalize_class() -> type[Any]:
             return False  # so that the runner launches the shared experts, once
 
         def prepare(self, *arguments: Any, **keywords: Any) -> Any:
-            raise NotImplementedError("staged layers go through FusedMoEKernelModularImpl.apply")
+            raise _not_staged()
 
         def finalize(self, *arguments: Any, **keywords: Any) -> None:
-            raise NotImplementedError("staged layers go through FusedMoEKernelModularImpl.apply")
+            raise _not_staged()
 
     return StagedPrepareAndFinalize

@@ -15,7 +15,7 @@ import torch
 from bi_kernels import Arch, detect_arch, fused_silu_mul_per_token_group_quant
 from bi_kernels.runtime.checks import check_value
 from bi_kernels.runtime.errors import Blocker, ContractError, UnsupportedArchError
-from bi_kernels.vllm_experts import batched_apply, clamp_limit, deep_gemm_scale_format
+from bi_kernels.vllm_experts import batched_apply, check_router_weights, clamp_limit, deep_gemm_scale_format
 
 from .combine_ordered import combine_ordered
 from .deep_gemm_proof import DeepGemmShapes, load_products, prove_deep_gemm
@@ -127,13 +127,7 @@ def expert_classes() -> tuple[type[Any], type[Any]]:
             apply_router_weight_on_input: bool,
         ) -> None:
             limit = clamp_limit(self, activation)
-            check_value(
-                "apply_router_weight_on_input",
-                not apply_router_weight_on_input,
-                "False",
-                apply_router_weight_on_input,
-                "Let the combine step apply the router's weights.",
-            )
+            check_router_weights(apply_router_weight_on_input)
             check_value("expert_map", expert_map is None, "all experts on this rank", "a map", "Use staged dispatch.")
             experts, wide, hidden = w1.shape
             fp8 = workspace13.view(dtype=torch.float8_e4m3fn)

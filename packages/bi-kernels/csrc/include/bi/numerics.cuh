@@ -166,17 +166,13 @@ BI_FN uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
 }
 #endif
 
-// 1 + exp(v), with the bits of the reference's 1.0 + exp(v) for every v that is not NaN (NaN gives 1).
-//
-// The reference scales by 2**n in two multiplications. Adding n to the exponent field is the same wherever the result
-// is normal; below 2**-25 the sum is 1 whatever exp gave, so the lower clamp may be tighter than the reference's; and
-// above, n = 128 carries a mantissa >= 1 to or past the pattern of infinity, where the min stops it.
-BI_FN float one_plus_exp(float v) {
+// exp(c) / 2**n for |c| <= 105, with n = c / ln 2 rounded to an integer; `shifted` is kRoundToInteger + n. The chain is
+// that of bi_kernels.reference.numerics.exp.
+BI_FN float exp_mantissa(float c, float& shifted) {
     constexpr float kLog2e = 1.44269502162933349609375f;  // float32(1 / ln 2)
     constexpr float kLn2Hi = 0.693359375f;
     constexpr float kLn2Lo = -2.12194440e-4f;
-    const float c = min_f(max_f(v, -80.0f), 89.0f);
-    const float shifted = add_rn(mul_rn(c, kLog2e), kRoundToInteger);
+    shifted = add_rn(mul_rn(c, kLog2e), kRoundToInteger);
     const float n = add_rn(shifted, -kRoundToInteger);
     float r = fma_rn(n, -kLn2Hi, c);
     r = fma_rn(n, -kLn2Lo, r);
@@ -187,7 +183,17 @@ BI_FN float one_plus_exp(float v) {
     p = fma_rn(p, r, static_cast<float>(1.0 / 6.0));
     p = fma_rn(p, r, 0.5f);
     p = fma_rn(p, r, 1.0f);
-    p = fma_rn(p, r, 1.0f);
+    return fma_rn(p, r, 1.0f);
+}
+
+// 1 + exp(v), with the bits of the reference's 1.0 + exp(v) for every v that is not NaN (NaN gives 1).
+//
+// The reference scales by 2**n in two multiplications. Adding n to the exponent field is the same wherever the result
+// is normal; below 2**-25 the sum is 1 whatever exp gave, so the lower clamp may be tighter than the reference's; and
+// above, n = 128 carries a mantissa >= 1 to or past the pattern of infinity, where the min stops it.
+BI_FN float one_plus_exp(float v) {
+    float shifted;
+    const float p = exp_mantissa(min_f(max_f(v, -80.0f), 89.0f), shifted);
     // The low bits of `shifted` are n in two's complement; the shift drops everything above them.
     return add_rn(1.0f, bits_float(min_u(float_bits(p) + (float_bits(shifted) << 23), kInfBits)));
 }

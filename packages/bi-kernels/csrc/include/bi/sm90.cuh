@@ -1,5 +1,5 @@
 // Hopper's asynchronous machinery, as far as kernels here use it: mbarriers, tensor copies, warpgroup matrix products,
-// clusters. sm_90a only.
+// clusters. Matrix products and the exchange of registers are sm_90a only, the rest is later architectures' too.
 #pragma once
 
 #include <cuda.h>
