@@ -2,18 +2,15 @@
 
     python reload_engine.py ROLE --a DIR --b DIR --output FILE
 
-``smoke`` calls each mHC kernel once and names the one that hangs. ``warm`` starts on checkpoint A with captured graphs
-and goes A, B, A, B by every way that weights can come, then through a failed update; ``cold`` starts on B; ``stock``
-does the first reload without the hooks. A and B come from ``ci/aligned_e2e/vllm_checkpoint.py``. The engine core runs
-in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``). The hook is applied whether its patches count as ready or not,
-because this is where they become so; stacks are dumped every minute, and the record is written after every step.
+``warm`` starts on checkpoint A with captured graphs and goes A, B, A, B by every way that weights can come, then
+through a failed update; ``cold`` starts on B; ``stock`` does the first reload without the hooks. A and B come from
+``ci/aligned_e2e/vllm_checkpoint.py``. The engine core runs in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``); the
+record is written after every step.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import faulthandler
 import json
 import os
 import random
@@ -40,19 +37,6 @@ SETTINGS: dict[str, Any] = {
     "seed": 0,
     "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]},
 }
-
-
-def activate() -> Any:
-    """Apply the hook of bi-reload with every patch; its own entry point refuses while one is not ready."""
-    from bi_kernels.runtime import hooks
-    from bi_reload.vllm_hook import PLAN
-
-    os.environ["VLLM_PLUGINS"] = "bi_kernels"
-    plan = dataclasses.replace(
-        PLAN, patches=tuple(dataclasses.replace(patch, ready=True, needs="") for patch in PLAN.patches)
-    )
-    hooks.activate(plan)
-    return plan
 
 
 class Engine:
@@ -255,28 +239,6 @@ def warm(engine: Engine, a: Path, b: Path) -> None:
     record["sinks"] = sinks(model)
 
 
-def smoke() -> None:
-    """Every mHC kernel on the shapes of the model check, one after another, so that one that hangs is the one named."""
-    from types import SimpleNamespace
-
-    import torch
-
-    from bi_kernels.runtime import probe
-    from bi_reload.self_tests import self_tests
-
-    config = SimpleNamespace(hidden_size=2048, rms_norm_eps=1e-6, hc_eps=1e-6, hc_sinkhorn_iters=20)
-    torch.ones(1, device="cuda")
-    for test in self_tests(config):
-        faulthandler.dump_traceback_later(10, exit=True)
-        for rows in test.batch_sizes:
-            print(f"{test.name}, {rows} rows", flush=True)
-            test.op(*test.rows(rows, torch.device("cuda", 0)))
-            torch.cuda.synchronize()
-        faulthandler.dump_traceback_later(30, exit=True)
-        print(probe.run_self_test(test, device=torch.device("cuda", 0)), flush=True)
-    faulthandler.cancel_dump_traceback_later()
-
-
 def cold(engine: Engine, a: Path, b: Path) -> None:
     """An engine that never knew other weights."""
     from bi_reload import vllm_reload
@@ -314,20 +276,14 @@ ROLES = {"warm": warm, "cold": cold, "stock": stock}
 def main() -> int:
     """Play one role."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("role", choices=["smoke", *ROLES])
+    parser.add_argument("role", choices=ROLES)
     parser.add_argument("--a", type=Path)
     parser.add_argument("--b", type=Path)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    if arguments.role == "smoke":
-        smoke()
-        return 0
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    faulthandler.dump_traceback_later(60, repeat=True)
     if arguments.role == "stock":
         os.environ["VLLM_PLUGINS"] = "none"
-    else:
-        activate()
     record: dict[str, Any] = {"role": arguments.role}
     engine = Engine(arguments.b if arguments.role == "cold" else arguments.a, record, arguments.output)
     ROLES[arguments.role](engine, arguments.a, arguments.b)

@@ -6,8 +6,10 @@ installed. That the names and layouts are vLLM's own is what the anchors and the
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -91,6 +93,14 @@ class FakeLayer:
         self._einsum_recipe, self._tma_aligned_scales = vllm_config.o_proj
         self.ln_events = [object()] * 4
         self.compressor = self.indexer = None
+
+    def attention_impl(self, *tensors: Any) -> None:
+        """What runs outside the captured pieces of a graph."""
+
+
+def eager_break_during_capture(function: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's decorator where breakable graphs are on."""
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
 
 
 def config(ratio: int, *, max_model_len: int = 1024, index_topk: int = 64, max_tokens: int = 512) -> SimpleNamespace:
@@ -263,6 +273,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> Workspace:
     workspace = Workspace()
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
+        "vllm.compilation.breakable_cudagraph": {"eager_break_during_capture": eager_break_during_capture},
         "vllm._custom_ops": {"cp_gather_indexer_k_quant_cache": cp_gather_indexer_k_quant_cache},
         "vllm.envs": {"VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD": 1024},
         "vllm.forward_context": {"get_forward_context": lambda: SimpleNamespace(attn_metadata=forward_context.current)},

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_attention import HEADS, PREFIX, FakeLayer, config, forward_context
+from fake_attention import HEADS, PREFIX, FakeLayer, config, eager_break_during_capture, forward_context
 
 from bi_kernels import ArgumentError, fixed_order_mm
 from bi_kernels.arch import Arch
@@ -29,6 +29,21 @@ def test_the_class_is_a_subclass_of_vllms_choice(fake_vllm):
     assert layer().capacity == SparseCapacity.from_model(
         max_model_len=1024, compress_ratio=4, window_size=128, index_topk=64, max_num_batched_tokens=512
     )
+
+
+def test_attention_breaks_a_piecewise_graph_whenever_vllm_was_imported(fake_vllm, monkeypatch):
+    """vLLM's decorator leaves the method as it is where its switch comes after the import."""
+    stock = FakeLayer.attention_impl
+    chosen = select_attention_class(lambda vllm_config: FakeLayer)(None)
+    assert chosen.attention_impl.__wrapped__ is stock
+    assert FakeLayer.attention_impl is stock
+
+    class Decorated(FakeLayer):
+        attention_impl = eager_break_during_capture(stock)
+
+    monkeypatch.setattr("vllm.models.deepseek_v4.nvidia.flashmla.DeepseekV4FlashMLAAttention", Decorated)
+    chosen = select_attention_class(lambda vllm_config: Decorated)(None)
+    assert chosen.attention_impl is Decorated.attention_impl  # broken once, not twice
 
 
 def test_another_backend_is_refused(fake_vllm):

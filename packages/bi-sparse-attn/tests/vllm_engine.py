@@ -88,9 +88,7 @@ class Engine:
         from bi_kernels.runtime import hooks
         from bi_sparse_attn.vllm_hook import PLAN
 
-        # Also the hooks that are not ready because nobody has run this yet.
-        patches = tuple(dataclasses.replace(p, ready=True, needs="") for p in PLAN.patches_for("0.26.0"))
-        hooks.activate(dataclasses.replace(PLAN, patches=patches))
+        hooks.activate(PLAN)
         if len(hooks.active_records()) == 1:
             os.environ["VLLM_PLUGINS"] = "none"  # the other packages, if installed, cannot start on their own
             _stand_in_for_other_packages()

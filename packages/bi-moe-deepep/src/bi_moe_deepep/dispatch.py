@@ -173,11 +173,12 @@ class InProcessTransport:
         """
         results: list[Any] = [None] * self.world_size
         errors: dict[int, BaseException] = {}
-        # torch keeps these two per thread.
+        # torch keeps these per thread. On another stream a rank would race with the caller's.
         inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
         def work(rank: int) -> None:
-            with self._turn, torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            with self._turn, torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.cuda.stream(stream):
                 try:
                     results[rank] = program(_Endpoint(self, rank))
                 except BaseException as error:  # carried to the caller's thread

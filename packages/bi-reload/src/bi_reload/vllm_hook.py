@@ -24,10 +24,7 @@ _SPLIT = "https://github.com/sgl-project/sglang/pull/37292"
 _BROADCAST = "https://github.com/vllm-project/vllm/pull/51368"
 _SINKS = "https://github.com/vllm-project/vllm/pull/57795"
 
-_KERNELS = "its run inside vLLM on a Hopper GPU: an engine start hung in the self-tests of an earlier build"
-_RELOAD = (
-    "its run inside vLLM on a Hopper GPU: A, B, A with captured graphs (packages/bi-reload/tests/test_vllm_engine.py)"
-)
+_RELOAD_0_33 = "its run inside vLLM 0.33 on a GPU"
 
 
 def _dummy_weights(config: Any) -> str | None:
@@ -59,8 +56,6 @@ def _mhc(module: str, name: str, why: str) -> Patch:
         why=f"{why} The model imports the function by name, so its own module is the place.",
         upstream=f"{_PREVIEW}; {_SPLIT}",
         remove_when="vLLM's mHC is explicit, with a constant split, in batch-invariant mode",
-        ready=False,
-        needs=_KERNELS,
     )
 
 
@@ -91,8 +86,6 @@ def _sinks(target: str, *relies_on: str) -> Patch:
         upstream=_SINKS,
         remove_when="0.26 is no longer supported: 0.33 loads sinks through the parameter's loader",
         versions=("0.26",),
-        ready=False,
-        needs=_RELOAD,
         relies_on=(
             "vllm.models.deepseek_v4.attention:DeepseekV4Attention.__init__",
             f"{_LOADER}.reload.meta:CopyCounter",
@@ -100,6 +93,22 @@ def _sinks(target: str, *relies_on: str) -> Patch:
             f"{_LOADER}.weight_utils:default_weight_loader",
             *relies_on,
         ),
+    )
+
+
+def _broadcast(version: str, why: str, *, needs: str = "") -> Patch:
+    """The refresh of layer 0's broadcast weight, by vLLM version, because it goes wrong in another way on each."""
+    return Patch(
+        target=f"{_MODEL}:DeepseekV4Model.finalize_mhc_broadcast_weights",
+        replacement="bi_reload.vllm_reload:finalize_mhc_broadcast_weights",
+        factory=True,
+        why=why,
+        upstream=f"{_BROADCAST}; https://github.com/vllm-project/vllm/pull/57733",
+        remove_when="vLLM refreshes in place, and only after the last bucket",
+        versions=(version,),
+        ready=not needs,
+        needs=needs,
+        relies_on=(f"{_MODEL}:DeepseekV4ForCausalLM.load_weights", f"{_MODEL}:DeepseekV4DecoderLayer.__init__"),
     )
 
 
@@ -112,8 +121,6 @@ def _finalize(target: str, why: str, *relies_on: str) -> Patch:
         why=why,
         upstream="https://github.com/vllm-project/vllm/pull/57733",
         remove_when="vLLM calls a model's own finaliser once, after the last bucket",
-        ready=False,
-        needs=_RELOAD,
         relies_on=relies_on,
     )
 
@@ -127,8 +134,6 @@ def _lifecycle(method: str, replacement: str, why: str) -> Patch:
         why=why,
         upstream="https://github.com/vllm-project/vllm/issues/48312",
         remove_when="vLLM's weight updates are all-or-nothing and audit their addresses",
-        ready=False,
-        needs=_RELOAD,
     )
 
 
@@ -193,8 +198,6 @@ PLAN = HookPlan(
             "not come; every way of loading passes through this method.",
             upstream="https://github.com/vllm-project/vllm/issues/43456",
             remove_when="vLLM refuses an update that is not the whole checkpoint, with the list",
-            ready=False,
-            needs=_RELOAD,
             relies_on=(
                 f"{_LAYERWISE}:LAYERWISE_INFO",
                 f"{_LAYERWISE}:make_online_process_loader",
@@ -202,17 +205,14 @@ PLAN = HookPlan(
                 f"{_LOADER}.reload.utils:get_layer_size",
             ),
         ),
-        Patch(
-            target=f"{_MODEL}:DeepseekV4Model.finalize_mhc_broadcast_weights",
-            replacement="bi_reload.vllm_reload:finalize_mhc_broadcast_weights",
-            factory=True,
-            why="On 0.26 each load puts the broadcast weight at a new address, so captured graphs read freed memory; "
-            "on 0.33 it is copied in place, but also after every bucket, when its source may still be a meta tensor.",
-            upstream=f"{_BROADCAST}; https://github.com/vllm-project/vllm/pull/57733",
-            remove_when="vLLM refreshes in place, and only after the last bucket",
-            ready=False,
-            needs=_RELOAD,
-            relies_on=(f"{_MODEL}:DeepseekV4ForCausalLM.load_weights", f"{_MODEL}:DeepseekV4DecoderLayer.__init__"),
+        _broadcast(
+            "0.26",
+            "Each load puts the broadcast weight at a new address, so captured graphs read freed memory.",
+        ),
+        _broadcast(
+            "0.33",
+            "It is copied in place, but also after every bucket, when its source may still be a meta tensor.",
+            needs=_RELOAD_0_33,
         ),
         Patch(
             target=f"{_MODEL}:DeepseekV4ForCausalLM.finalize_weights_after_layerwise_reload",
@@ -222,8 +222,6 @@ PLAN = HookPlan(
             "for the preview call it by this name.",
             upstream=_PREVIEW,
             remove_when="vLLM's model has the method",
-            ready=False,
-            needs=_RELOAD,
             relies_on=(f"{_MODEL}:DeepseekV4ForCausalLM.load_weights",),
         ),
         _finalize(

@@ -40,6 +40,7 @@ def select_attention_class(original: Callable[..., type]) -> Callable[..., type]
     """
 
     def _select_dsv4_attn_cls(vllm_config: Any) -> type:
+        from vllm.compilation.breakable_cudagraph import eager_break_during_capture
         from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
         chosen = original(vllm_config)
@@ -51,13 +52,19 @@ def select_attention_class(original: Callable[..., type]) -> Callable[..., type]
                 "Leave attention_config.backend unset, on Hopper or a datacenter Blackwell.",
             )
             raise HookError("DeepSeek-V4 cannot be built in aligned mode", [blocker])
-        return batch_invariant_class(chosen)
+        cls = batch_invariant_class(chosen)
+        if not hasattr(cls.attention_impl, "__wrapped__"):
+            # vLLM's decorator looks at VLLM_USE_BREAKABLE_CUDAGRAPH when the module is imported. Where the engine runs
+            # in the process that read the configuration, the quantisation registry has imported it before the variable
+            # is set: piecewise graphs would then hold attention as the capture's dummy run saw it, without metadata.
+            cls.attention_impl = eager_break_during_capture(cls.attention_impl)
+        return cls
 
     return _select_dsv4_attn_cls
 
 
 @functools.cache
-def batch_invariant_class(base: type) -> type:
+def batch_invariant_class(base: type) -> Any:
     """The subclass of vLLM's attention layer ``base`` that runs :class:`BatchInvariantAttention`."""
     return type(f"BatchInvariant{base.__name__}", (BatchInvariantAttention, base), {})
 

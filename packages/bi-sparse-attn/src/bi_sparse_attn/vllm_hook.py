@@ -21,7 +21,6 @@ _SWA = "vllm.v1.attention.backends.mla.sparse_swa"
 _PREVIEW = "https://github.com/vllm-project/vllm/pull/54955"
 _REFUSALS = "https://github.com/vllm-project/vllm/pull/57815"
 
-_RUN = "its run inside vLLM on a Hopper GPU"
 _INDEXER_0_33 = (
     "the SparseAttnIndexer subclass for 0.33: compressed logits (max_seqlen_k), the decode selector in a class of its "
     "own, and the short-context branch that skips the indexer"
@@ -212,7 +211,6 @@ PLAN = HookPlan(
             "vllm.v1.attention.backends.mla.indexer:DeepSeekV32IndexerDecodeMetadata",
             "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadata",
             "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerPrefillChunkMetadata",
-            needs=_RUN,
         ),
         _indexer(
             "0.33",
@@ -233,7 +231,6 @@ PLAN = HookPlan(
             "vllm.third_party.flashmla.flash_mla_interface:flash_mla_sparse_fwd",
             "vllm.utils.multi_stream_utils:execute_in_parallel",
             "vllm.v1.attention.backend:CommonAttentionMetadata",
-            needs=_RUN,
         ),
         _attention_class(
             "0.33",

@@ -236,7 +236,7 @@ def row_digests(tensor: torch.Tensor) -> torch.Tensor:
         tensor: ``(rows, ...)``, any dtype.
     """
     bits = bit_view(tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)).long() + 1
-    index = torch.arange(bits.shape[1], dtype=torch.int64)
+    index = torch.arange(bits.shape[1], dtype=torch.int64, device=bits.device)
     # A few rounds of multiply and xor-shift spread neighbouring indices over all 64 bits.
     mixed = (index + 1) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 31)) * -4658895280553007687
