@@ -64,7 +64,7 @@ def select_attention_class(original: Callable[..., type]) -> Callable[..., type]
 
 
 @functools.cache
-def batch_invariant_class(base: type) -> Any:
+def batch_invariant_class(base: type) -> type[Any]:
     """The subclass of vLLM's attention layer ``base`` that runs :class:`BatchInvariantAttention`."""
     return type(f"BatchInvariant{base.__name__}", (BatchInvariantAttention, base), {})
 
