@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
-import importlib
 import importlib.util
 import os
 import pathlib
@@ -27,7 +26,7 @@ from rich.console import Console
 
 from . import ready
 from .vllm_engine import ENGINES, FIRST, QUICK, Engine
-from .vllm_report import DRAWN, EXTRA_PARTS, merge, merge_quick, print_report, record_of, write_report
+from .vllm_report import DRAWN, EXTRA_PARTS, merge, merge_quick, print_report, record_of, write_page, write_report
 
 __all__ = ["ENVIRONMENT", "Job", "add_arguments", "environment_of", "gpu_count", "jobs_of", "run", "run_jobs"]
 
@@ -61,8 +60,7 @@ class Job:
         environments: One per rank, whole.
         records: What must be there afterwards.
         limit: Seconds.
-        leaves: Files that it writes while it runs, for others.
-        after: A file that it needs, which another job leaves.
+        leaves: Files that it writes while it runs, and others wait for.
     """
 
     name: str
@@ -71,7 +69,6 @@ class Job:
     records: tuple[pathlib.Path, ...]
     limit: float
     leaves: tuple[pathlib.Path, ...] = ()
-    after: pathlib.Path | None = None
 
 
 def environment_of(hooks: str = "ours", extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -143,16 +140,17 @@ def jobs_of(
     return jobs
 
 
-def extra_jobs(weights: pathlib.Path, parts: pathlib.Path, *, limit: float, names: Sequence[str]) -> list[Job]:
+def extra_jobs(
+    names: Sequence[str], weights: pathlib.Path, parts: pathlib.Path, *, at_once: int, limit: float
+) -> list[Job]:
     """Jobs of the parts that modules of their own run, as far as those modules are there."""
     jobs = []
     for name in names:
-        module = f"{__package__}.{EXTRA_PARTS[name].module}"
-        if importlib.util.find_spec(module) is None:
-            continue
-        command = (sys.executable, "-m", module, *EXTRA_PARTS[name].arguments(weights, parts))
-        after = parts / EXTRA_PARTS[name].after if EXTRA_PARTS[name].after else None
-        jobs.append(Job(name, (command,), (environment_of(),), (record_of(parts, name),), limit, after=after))
+        part = EXTRA_PARTS[name]
+        module = f"{__package__}.{part.module}"
+        if importlib.util.find_spec(module) is not None:
+            command = (sys.executable, "-m", module, *part.arguments(weights, parts, at_once, limit))
+            jobs.append(Job(name, (command,), (environment_of(part.hooks),), (record_of(parts, name),), limit))
     return jobs
 
 
@@ -195,11 +193,6 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, deadline: float, say: Callabl
 
 
 def _run_job(job: Job, running: _Running, deadline: float, say: Callable[[str], None]) -> bool:
-    while job.after is not None and not job.after.is_file() and time.monotonic() < deadline:
-        if job.after.with_suffix(".failed").is_file():
-            say(f"{job.name}: not started, because what it reads was not written")
-            return False
-        time.sleep(0.5)
     started = time.monotonic()
     if started >= deadline:
         say(f"{job.name}: no time left, not started")
@@ -283,10 +276,16 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             return 2
         _make_checkpoints(weights, say)
         chosen = {name: engine for name, engine in engines.items() if not arguments.only or name in arguments.only}
-        jobs = jobs_of(chosen, weights, parts, limit=arguments.limit, gpus=gpus)
         extra = [name for name in EXTRA_PARTS if name in arguments.only or not (arguments.only or arguments.quick)]
-        jobs += extra_jobs(weights, parts, limit=arguments.limit, names=extra)
-        run_jobs(jobs, at_once=arguments.jobs, deadline=begun + arguments.deadline, say=say)
+        deadline = begun + arguments.deadline
+        jobs = jobs_of(chosen, weights, parts, limit=arguments.limit, gpus=gpus)
+        groups = [[name for name in extra if not EXTRA_PARTS[name].alone]]
+        groups += [[name] for name in extra if EXTRA_PARTS[name].alone]
+        for group in groups:
+            limit = min(arguments.limit, deadline - time.monotonic())
+            jobs += extra_jobs(group, weights, parts, at_once=arguments.jobs, limit=limit)
+            run_jobs(jobs, at_once=arguments.jobs, deadline=deadline, say=say)
+            jobs = []
     if arguments.quick:
         report = merge_quick(parts, profile=arguments.profile)
     else:
@@ -295,6 +294,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     write_report(arguments.output, report)
     print_report(report, console)
     console.print(f"report: {arguments.output}", markup=False)
+    write_page(arguments.output)
     return 1 if report["failures"] else 0
 
 

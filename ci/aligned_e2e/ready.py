@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import os
 import pathlib
+from typing import Any
 
 __all__ = ["FOLDER", "VARIABLE", "assume_ready"]
 
@@ -35,7 +36,7 @@ def assume_ready() -> tuple[str, ...]:
     for package in _PACKAGES:
         if importlib.util.find_spec(package) is None:
             continue
-        hook = importlib.import_module(f"{package}.vllm_hook")
+        hook: Any = importlib.import_module(f"{package}.vllm_hook")
         waiting = [patch for patch in hook.PLAN.patches if not patch.ready and _RELEASE in patch.versions]
         patches = tuple(
             dataclasses.replace(patch, ready=True) if patch in waiting else patch for patch in hook.PLAN.patches

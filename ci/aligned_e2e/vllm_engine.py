@@ -14,6 +14,7 @@ import ctypes
 import datetime
 import faulthandler
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -444,6 +445,9 @@ def start(checkpoint: pathlib.Path, settings: dict[str, Any]) -> Any:
     the graphs are captured, or with the first request.
     """
     from vllm import LLM
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # as LLM does; before it, that is, before what the next line imports
     from vllm.v1.worker import gpu_worker
 
     gpu_worker.kernel_warmup = lambda worker: None
@@ -516,9 +520,7 @@ def _prepare(engine: Engine, rank: int) -> None:
     if engine.settings.get("all2all_backend") == "deepep_low_latency":
         # DeepEP's wheel is linked to NVSHMEM without saying where it is.
         with contextlib.suppress(ModuleNotFoundError):
-            import nvidia.nvshmem
-
-            for folder in nvidia.nvshmem.__path__:
+            for folder in importlib.import_module("nvidia.nvshmem").__path__:
                 for library in pathlib.Path(folder, "lib").glob("libnvshmem_host.so*"):
                     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 

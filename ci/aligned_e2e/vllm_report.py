@@ -11,10 +11,11 @@ import importlib.util
 import json
 import pathlib
 import struct
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +33,7 @@ __all__ = [
     "merge_quick",
     "print_report",
     "record_of",
+    "write_page",
     "write_report",
 ]
 
@@ -62,17 +64,19 @@ class ExtraPart:
 
     Attributes:
         module: Inside this package.
-        arguments: Of its command, given the folder of checkpoints and that of records.
+        arguments: Of its command, given the folder of checkpoints, that of records, jobs at a time, and seconds.
+        hooks: As of :class:`Engine`; ``inert`` for a module that sets the flag itself.
         keys: Of its record, taken over into the report as they are.
         required: Without it the run has failed.
-        after: A record that it reads.
+        alone: It must not share the GPU with other parts, or starts many processes itself.
     """
 
     module: str
-    arguments: Callable[[pathlib.Path, pathlib.Path], tuple[str, ...]]
+    arguments: Callable[[pathlib.Path, pathlib.Path, int, float], tuple[str, ...]]
+    hooks: Literal["ours", "inert"] = "ours"
     keys: tuple[str, ...] = ()
     required: bool = True
-    after: str = ""
+    alone: bool = True
 
 
 def record_of(parts: pathlib.Path, name: str, rank: int = 0) -> pathlib.Path:
@@ -87,21 +91,27 @@ DRAWN = f"{FIRST}.drawn.json"
 EXTRA_PARTS: dict[str, ExtraPart] = {
     "actor b": ExtraPart(
         "vllm_trainer",
-        lambda weights, parts: (
+        lambda weights, parts, jobs, limit: (
             *("--checkpoint", str(weights / "a"), "--drawn", str(parts / DRAWN)),
             *("--output", str(record_of(parts, "actor b"))),
         ),
-        after=DRAWN,
+        alone=False,
     ),
-    "sabotages": ExtraPart(
+    "sabotage": ExtraPart(
         "vllm_sabotage",
-        lambda weights, parts: ("--checkpoint", str(weights / "a"), "--output", str(record_of(parts, "sabotages"))),
-        keys=("sabotages",),
+        lambda weights, parts, jobs, limit: (
+            *("--checkpoint", str(weights / "a"), "--parts", str(parts), "--jobs", str(jobs)),
+            *("--seconds", f"{limit / 2:.0f}"),
+        ),
+        keys=("sabotages", "healthy_problem"),
     ),
     "cost": ExtraPart(
         "vllm_cost",
-        lambda weights, parts: ("--work", str(weights), "--output", str(record_of(parts, "cost"))),
-        keys=("cost", "layers", "ops", "extrapolated"),
+        lambda weights, parts, jobs, limit: (
+            *("--checkpoint", str(weights / "slice"), "--parts", str(parts), "--limit", f"{limit - 20:.0f}"),
+        ),
+        hooks="inert",
+        keys=("cost", "layers", "ops", "extrapolated", "profiles", "copy_gb_s"),
         required=False,
     ),
 }
@@ -206,16 +216,18 @@ def _installation_problems(records: Mapping[str, Sequence[Record]], engines: Map
     common: dict[str, list[str]] = {}
     for name, record in ((name, record) for name, ranks in records.items() for record in ranks):
         hooks = engines[name].hooks if name in engines else "ours"
+        if "versions" not in record:  # it failed before it could say
+            problems.append(f"{name}: its record does not say what ran")
+            continue
         versions = {key: record["versions"].get(key) for key in ("torch", "vllm", "triton")}
         common.setdefault(digest_of([versions, record["gpu"]]), []).append(name)
         attestation = record["attestation"]
-        if hooks == "absent":
-            if attestation is not None:
-                problems.append(f"{name}: expected an install without us, found an attestation")
+        if attestation is None or hooks == "absent":
+            if (attestation is None) != (hooks == "absent"):
+                problems.append(f"{name}: expected {'no' if hooks == 'absent' else 'an'} attestation")
             continue
         library.setdefault(digest_of(_library_of(attestation)), []).append(name)
-        # One sabotage has a hook missing by design, so that part answers for its own hooks.
-        if hooks == "ours" and name not in ("sabotages", "cost"):
+        if hooks == "ours":
             code.setdefault(digest_of(code_of(attestation)), []).append(name)
             if not attestation["aligned"] or attestation["partial"]:
                 problems.append(f"{name}: its attestation does not say aligned")
@@ -248,7 +260,6 @@ def _stock(records: Sequence[Record]) -> dict[str, Any]:
         "share_different": different / max(1, tokens),
         "logprobs_different": sum(gap != 0 for gap in gaps),
         "max_abs_logprob_diff": max(gaps, default=0.0),
-        "divergence": records[0].get("divergence", []),
     }
 
 
@@ -368,7 +379,8 @@ def merge(parts: pathlib.Path, *, profile: str, gpus: int) -> dict[str, Any]:
             report["reload"] = _reload(records["reload"], records["reload, cold"], expected)
             failures += _reload_failures(report["reload"])
     if "stock" in records:
-        report["stock"] = _stock(records["stock"])
+        traced = records["sabotage"][0].get("stock") if "sabotage" in records else None
+        report["stock"] = _stock(records["stock"]) | {"divergence": (traced or {}).get("divergence") or []}
         if report["stock"]["share_different"] < STOCK_SHARE_REQUIRED:
             failures.append(f"vacuous: without the hooks only {report['stock']['share_different']:.1%} differ")
     if {"off", "off, without us"} <= records.keys():
@@ -377,8 +389,18 @@ def merge(parts: pathlib.Path, *, profile: str, gpus: int) -> dict[str, Any]:
             failures.append(f"flag unset: {report['off']}")
     for name, part in EXTRA_PARTS.items():
         if name in records:
-            report |= {key: records[name][0][key] for key in part.keys if key in records[name][0]}
-    failures += [f"sabotage {row['name']}: not caught" for row in report.get("sabotages", []) if not row["caught"]]
+            (record,) = records[name]
+            report |= {key: record[key] for key in part.keys if key in record}
+            not_run += record.get("not_run", [])
+    if report.get("healthy_problem"):
+        failures.append(f"sabotage: the engine without one is not sound: {report['healthy_problem']}")
+    failures += [f"sabotage {row['name']}: not caught as declared, {row['detail']}"
+                 for row in report.get("sabotages", []) if not row["caught"]]  # fmt: skip
+
+    report["suites"] = _suites(parts)
+    failures += [
+        f"suite of {row['package']}: {row['failed']} tests failed" for row in report["suites"] if row["failed"]
+    ]
 
     # Every token that the rollouts drew counts once: those of the first schedule against actor a.
     counted = [*report.get("runs", []), *(row for row in report.get("actors", []) if row["name"] == "a")]
@@ -468,9 +490,29 @@ def _about(records: Mapping[str, Sequence[Record]]) -> dict[str, Any]:
         "gpu": first.get("gpu"),
         "date": max((record["date"] for _, record in ranks), default=None),
         "assumed_ready": first.get("assumed_ready", []),
-        "attestations": {name: record["attestation"] for name, record in ranks if record["attestation"]},
+        "attestations": {name: record["attestation"] for name, record in ranks if record.get("attestation")},
         "parts": [{key: record.get(key) for key in told} for _, record in ranks],
     }
+
+
+def _suites(parts: pathlib.Path) -> list[dict[str, Any]]:
+    """What the packages' own suites said on the same machine, where pytest left its record."""
+    rows = []
+    for path in sorted(parts.glob("suite-*.xml")):
+        suite = ElementTree.parse(path).getroot().find("testsuite")
+        if suite is not None:
+            tests, errors, failures, skipped = (
+                int(suite.get(name, "0")) for name in ("tests", "errors", "failures", "skipped")
+            )
+            rows.append(
+                {
+                    "package": path.stem.removeprefix("suite-"),
+                    "passed": tests - errors - failures - skipped,
+                    "failed": errors + failures,
+                    "skipped": skipped,
+                }
+            )
+    return rows
 
 
 def _why(parts: pathlib.Path, name: str) -> str:
@@ -484,9 +526,13 @@ def _why(parts: pathlib.Path, name: str) -> str:
 
 
 def write_report(path: pathlib.Path, report: Mapping[str, Any]) -> None:
-    """Write the report with a digest of its contents, and beside it the page, where its module is there."""
+    """Write the report with a digest of its contents."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**report, "digest": digest_of(report)}, indent=1) + "\n", encoding="utf-8")
+
+
+def write_page(path: pathlib.Path) -> None:
+    """Write a report's page beside it, where its module is there."""
     if importlib.util.find_spec(f"{__package__}.html_report") is not None:
         importlib.import_module(f"{__package__}.html_report").main([str(path), str(path.with_suffix(".html"))])
 

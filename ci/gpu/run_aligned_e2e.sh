@@ -28,8 +28,8 @@ site=$(mktemp -d)
 python=${PYTHON:-python3}
 
 pack() {
-    # Before anything else could go wrong; a record is small.
-    tar -C "$WORK" -czf "$OUT/records.tar.gz" parts
+    # Traces are judged where they are made: a hundred megabytes, and their findings are in sabotage.json.
+    tar -C "$WORK" -czf "$OUT/records.tar.gz" --exclude 'sabotage/*/rollout.json' --exclude 'sabotage/*/recomputation.json' parts
     if [ -n "${PACK_CACHES:-}" ]; then
         (cd "$HOME" && ls -d .triton/cache .tilelang/cache .cache/vllm .cache/flashinfer .nv .deep_gemm .cutlass* 2>/dev/null |
             timeout 60 tar --exclude '*.lock' -cJf "$OUT/caches.tar.xz" -T -)

@@ -255,16 +255,16 @@ def test_an_old_half_of_a_pair_is_not_kept(tmp_path):
     assert vllm_report.record_of(tmp_path, "pair").read_text() == "1"
 
 
-def test_a_job_waits_for_what_it_reads_and_is_not_started_without(tmp_path):
+def test_who_waits_for_what_a_failed_job_leaves_is_told(tmp_path):
     left = tmp_path / vllm_report.DRAWN
-    reads = f"import pathlib; assert pathlib.Path({str(left)!r}).is_file(); " + WRITE
-    leaves = f"import pathlib; pathlib.Path({str(left)!r}).write_text('1'); " + WRITE
-    first = job(tmp_path, "graphs", "import time; time.sleep(1); " + leaves, leaves=(left,))
-    assert run_jobs([job(tmp_path, "reader", reads, after=left), first])[0] == []
-    for path in tmp_path.iterdir():
-        path.unlink()
-    first = job(tmp_path, "graphs", "raise SystemExit(1)", leaves=(left,))
-    assert run_jobs([job(tmp_path, "reader", reads, after=left), first])[0] == ["reader", "graphs"]
+    waits = f"import pathlib, aligned_e2e.vllm_engine as e; e._wait_for(pathlib.Path({str(left)!r})); "
+    leaves = f"import pathlib; pathlib.Path({str(left)!r}).write_text('1'); "
+    broken = job(tmp_path, "graphs", "raise SystemExit(1)", leaves=(left,))
+    failed, said = run_jobs([job(tmp_path, "actor", waits), broken])
+    assert failed == ["actor", "graphs"]
+    assert "expected the tokens of engine graphs, which has failed" in said
+    whole = job(tmp_path, "graphs", leaves + WRITE, leaves=(left,))
+    assert run_jobs([job(tmp_path, "actor", waits + WRITE), whole])[0] == []
 
 
 def test_pairs_need_two_gpus_and_get_one_port(tmp_path):
@@ -340,8 +340,8 @@ def record(name):
 
 def sound():
     """Records of a run without a fault, by part."""
-    extra = {"actor b": record("actor b"), "sabotages": record("sabotages")}
-    extra["sabotages"][0]["sabotages"] = [{"name": "a hook off", "caught": True}]
+    extra = {"actor b": record("actor b"), "sabotage": record("sabotage")}
+    extra["sabotage"][0]["sabotages"] = [{"name": "a hook off", "caught": True, "detail": "by nobody"}]
     return {name: record(name) for name in ENGINES} | extra
 
 
@@ -462,7 +462,7 @@ def break_rows(records):
 
 
 def break_sabotage(records):
-    records["sabotages"][0]["sabotages"][0]["caught"] = False
+    records["sabotage"][0]["sabotages"][0]["caught"] = False
 
 
 def break_attestation(records):
@@ -500,7 +500,7 @@ def break_gpu(records):
         (break_attestation, "parts of different installations, by their attestations"),
         (break_stock_hooks, "stock: expected no hooks, found bi-kernels"),
         (break_aligned, "graphs: its attestation does not say aligned"),
-        (break_absent, "off, without us: expected an install without us"),
+        (break_absent, "off, without us: expected no attestation"),
         (break_gpu, "parts of different installations, by their versions or GPUs"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -511,7 +511,7 @@ def test_every_other_fault_is_found(tmp_path, fault, says):
     assert any(failure.startswith(says) for failure in merged(tmp_path, records)["failures"])
 
 
-@pytest.mark.parametrize("part", [*ENGINES, "actor b", "sabotages"])
+@pytest.mark.parametrize("part", [*ENGINES, "actor b", "sabotage"])
 def test_a_part_that_is_missing_is_a_failure(tmp_path, part):
     records = sound()
     del records[part]
@@ -533,6 +533,15 @@ def test_the_transport_may_differ_between_parts_and_nothing_else(tmp_path):
     records["two GPUs, NCCL"][0]["attestation"]["environment"]["VLLM_DS4_DECODE_KERNEL"] = "sparse"
     (failure,) = merged(tmp_path, records)["failures"]
     assert "two GPUs, NCCL" in failure
+
+
+def test_suites_that_ran_beside_it_are_reported(tmp_path):
+    (tmp_path / "suite-bi-reload.xml").write_text(
+        '<testsuites><testsuite name="pytest" errors="1" failures="2" skipped="3" tests="10"/></testsuites>'
+    )
+    report = merged(tmp_path, sound())
+    assert report["suites"] == [{"package": "bi-reload", "passed": 4, "failed": 3, "skipped": 3}]
+    assert report["failures"] == ["suite of bi-reload: 3 tests failed"]
 
 
 def test_nothing_at_all(tmp_path):
