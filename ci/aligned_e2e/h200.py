@@ -249,7 +249,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quick", action="store_true", help="quick_alignment_test: one engine, a minute when warm")
     group.add_argument("--merge", action="store_true", help="start nothing, put the records together")
     group.add_argument("--only", action="append", default=[], metavar="PART", help="run only this part; repeatable")
-    group.add_argument("--jobs", type=int, default=6, help="parts side by side; 10 to 14 GiB of GPU memory each")
+    group.add_argument("--jobs", type=int, default=6, help="parts side by side; 7 to 12 GiB of GPU memory each")
     group.add_argument("--limit", type=float, default=540, help="seconds for a part")
     group.add_argument("--deadline", type=float, default=1e9, help="seconds for the whole invocation")
 

@@ -118,7 +118,7 @@ COMMON: dict[str, Any] = {
     # Only looked at when an engine starts. With kv_cache_memory_bytes nothing is measured, so that engines can share a
     # GPU: a measurement fails when a neighbour frees memory meanwhile.
     "gpu_memory_utilization": 0.06,
-    "kv_cache_memory_bytes": 4 << 30,
+    "kv_cache_memory_bytes": 2 << 30,
     "enable_prefix_caching": False,
     "async_scheduling": False,
     "seed": 0,
@@ -158,12 +158,12 @@ ENGINES: dict[str, Engine] = {
         (Schedule("piecewise graphs", order_seed=3),),
     ),
     "preempted": Engine(
-        # About 36 pages a request: too few for all of them, several times what the longest needs in one step.
+        # Some twenty pages a request: too few for all of them, twice what the longest needs in one step.
         {"max_num_batched_tokens": 1024, "num_gpu_blocks_override": 900},
         (Schedule("preempted", order_seed=6, preempt_every=80),),
     ),
     "prefix cache": Engine(
-        {"enable_prefix_caching": True, "max_num_batched_tokens": 8192},
+        {"enable_prefix_caching": True, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 6 << 30},
         (Schedule("prefix cache, cold", order_seed=4), Schedule("prefix cache, warm", order_seed=5)),
     ),
     "reload": Engine(

@@ -31,15 +31,18 @@ pack() {
     # Traces are judged where they are made: a hundred megabytes, and their findings are in sabotage.json.
     tar -C "$WORK" -czf "$OUT/records.tar.gz" --exclude 'sabotage/*/rollout.json' --exclude 'sabotage/*/recomputation.json' parts
     if [ -n "${PACK_CACHES:-}" ]; then
-        (cd "$HOME" && ls -d .triton/cache .tilelang/cache .cache/vllm .cache/flashinfer .nv .deep_gemm .cutlass* 2>/dev/null |
-            timeout 60 tar --exclude '*.lock' -cJf "$OUT/caches.tar.xz" -T -)
+        local caches=() folder
+        for folder in "$HOME"/{.triton,.tilelang,.cache/vllm,.cache/torch,.deep_gemm} /tmp/*/cutlass_python_cache; do
+            [ -d "$folder" ] && caches+=("${folder#/}")
+        done
+        timeout 60 tar -C / --exclude '*.lock' -cJf "$OUT/caches.tar.xz" "${caches[@]}"
     fi
     rm -rf "$site"
 }
 trap pack EXIT
 
 [ -n "$RECORDS" ] && tar -C "$WORK" --skip-old-files -xzf "$RECORDS"
-[ -n "$CACHES" ] && tar -C "$HOME" -xJf "$CACHES"
+[ -n "$CACHES" ] && tar -C / -xJf "$CACHES"
 if [ ${#wheels[@]} -gt 0 ]; then
     "$python" -m pip install -q --no-deps --no-index --no-compile --target "$site" "${wheels[@]}" || exit 1
 fi

@@ -541,7 +541,7 @@ def test_suites_that_ran_beside_it_are_reported(tmp_path):
     )
     report = merged(tmp_path, sound())
     assert report["suites"] == [{"package": "bi-reload", "passed": 4, "failed": 3, "skipped": 3}]
-    assert report["failures"] == ["suite of bi-reload: 3 tests failed"]
+    assert report["failures"] == ["suite of bi-reload: 3 failed"]
 
 
 def test_nothing_at_all(tmp_path):
