@@ -72,7 +72,7 @@ PROMPTS = [PromptSpec(f"r{i}", tuple(range(1, length + 1)), 4, seed=i) for i, le
 
 def served(schedule, budget=100, drawn=None, **where):
     """What one schedule writes, and the watch."""
-    llm = vllm_engine.start(pathlib.Path(), {"max_num_batched_tokens": budget})
+    llm = vllm_engine.start(pathlib.Path("a"), {"max_num_batched_tokens": budget})
     watch = Watch(llm)
     return vllm_engine.serve(llm, watch, schedule, PROMPTS, drawn or {}, index_topk=2, **where)
 
@@ -131,7 +131,7 @@ def test_a_batch_dependent_model_is_found(stand_in, monkeypatch):
 
 
 def test_a_row_that_comes_twice_must_have_the_same_bits(stand_in):
-    watch = Watch(vllm_engine.start(pathlib.Path(), {}))
+    watch = Watch(vllm_engine.start(pathlib.Path("a"), {}))
     watch._keep("3-abc", 9, 1)
     watch._keep("3-abc", 9, 1)
     assert watch.contradictions == []
@@ -541,7 +541,7 @@ def test_suites_that_ran_beside_it_are_reported(tmp_path):
     )
     report = merged(tmp_path, sound())
     assert report["suites"] == [{"package": "bi-reload", "passed": 4, "failed": 3, "skipped": 3}]
-    assert report["failures"] == ["suite of bi-reload: 3 failed"]
+    assert report["failures"] == ["suite of bi-reload: 3 tests failed"]
 
 
 def test_nothing_at_all(tmp_path):

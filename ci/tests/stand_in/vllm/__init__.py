@@ -25,14 +25,17 @@ class RequestOutput(SimpleNamespace):
     """What comes of a request."""
 
 
-def _logits(tokens: list[int], batch: int) -> torch.Tensor:
-    key = ",".join(map(str, tokens)) + (f"/{batch}" if os.environ.get("STAND_IN_BATCH_DEPENDENT") else "")
+def _logits(tokens: list[int], batch: int, weights: str = "a") -> torch.Tensor:
+    key = weights + ",".join(map(str, tokens)) + (f"/{batch}" if os.environ.get("STAND_IN_BATCH_DEPENDENT") else "")
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(zlib.crc32(key.encode())))
 
 
 class _Model:
+    def __init__(self, weights: str) -> None:
+        self.weights = weights
+
     def compute_logits(self, hidden: list[tuple[list[int], int]]) -> torch.Tensor:
-        return torch.stack([_logits(*row) for row in hidden])
+        return torch.stack([_logits(*row, self.weights) for row in hidden])
 
 
 class _Scheduler:
@@ -61,8 +64,8 @@ class _Scheduler:
 
 
 class _Runner:
-    def __init__(self) -> None:
-        self.model = _Model()
+    def __init__(self, weights: str) -> None:
+        self.model = _Model(weights)
         self.requests: dict[str, Any] = {}
         self.num_prompt_logprobs: dict[str, int] = {}
         self.cudagraph_dispatcher = SimpleNamespace(
@@ -119,8 +122,11 @@ class LLM:
     def __init__(self, **settings: Any) -> None:
         if crash := os.environ.get("STAND_IN_CRASH"):
             raise RuntimeError(crash)
-        self.scheduler, self.runner = _Scheduler(settings["max_num_batched_tokens"]), _Runner()
-        worker = SimpleNamespace(model_runner=self.runner, get_model=self.runner.get_model)
+        self.scheduler = _Scheduler(settings["max_num_batched_tokens"])
+        self.runner = _Runner(settings["model"].rpartition("/")[2])
+        worker = SimpleNamespace(
+            model_runner=self.runner, get_model=self.runner.get_model, reload_weights=self._reload_weights
+        )
         core = SimpleNamespace(
             scheduler=self.scheduler, model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
         )
@@ -150,6 +156,9 @@ class LLM:
             )
             for r in requests
         ]  # fmt: skip
+
+    def _reload_weights(self, *, weights_path: str) -> None:
+        self.runner.model.weights = weights_path.rpartition("/")[2]
 
     def _run_engine(self, *, output_type: type, use_tqdm: bool) -> list[RequestOutput]:
         return []
