@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import pathlib
 import struct
 import xml.etree.ElementTree as ElementTree
@@ -259,7 +260,7 @@ def _stock(records: Sequence[Record]) -> dict[str, Any]:
         "tokens_different": different,
         "share_different": different / max(1, tokens),
         "logprobs_different": sum(gap != 0 for gap in gaps),
-        "max_abs_logprob_diff": max(gaps, default=0.0),
+        "max_abs_logprob_diff": max(filter(math.isfinite, gaps), default=0.0),
     }
 
 
