@@ -36,7 +36,6 @@ ENVIRONMENT: dict[str, str] = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_DEEP_GEMM_WARMUP": "skip",  # compiles for minutes what a run of this size never calls
     "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "2",  # engines share the cores
     "PYTHONUNBUFFERED": "1",
     # A machine of several tenants may not offer multicast over NVLink.
@@ -299,10 +298,13 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _make_checkpoints(weights: pathlib.Path, say: Callable[[str], None]) -> None:
-    """The checkpoints ``a`` and ``b`` of size tiny, unless they are there, each in a process of its own."""
+    """The checkpoints ``a`` and ``b`` of size tiny, side by side, as far as they are not there."""
+    writing = {}
     for seed, name in enumerate(("a", "b"), start=1):
-        if (weights / name / "model.safetensors.index.json").is_file():
-            continue
-        command = [sys.executable, "-m", "aligned_e2e.vllm_checkpoint", str(weights / name), "--size", "tiny"]
-        subprocess.run([*command, "--seed", str(seed), "--device", "cuda"], check=True, timeout=180)
+        if not (weights / name / "model.safetensors.index.json").is_file():  # written last
+            command = [sys.executable, "-m", "aligned_e2e.vllm_checkpoint", str(weights / name), "--size", "tiny"]
+            writing[name] = subprocess.Popen([*command, "--seed", str(seed), "--device", "cuda"])
+    for name, process in writing.items():
+        if process.wait(timeout=180):
+            raise subprocess.CalledProcessError(process.returncode, process.args)
         say(f"checkpoint {name} written")
