@@ -27,6 +27,7 @@ from .vllm_engine import ENGINES, FIRST, QUICK, Engine
 __all__ = [
     "COUNTERS",
     "EXTRA_PARTS",
+    "REQUIRED",
     "ExtraPart",
     "code_of",
     "compare_rows",
@@ -42,11 +43,9 @@ Record = Mapping[str, Any]
 
 TOKENS_REQUIRED = 20_000
 STOCK_SHARE_REQUIRED = 0.9
-COUNTERS = (
-    "preemptions", "cached_tokens", "prefill_splits", "graph_full", "graph_piecewise", "graph_none",
-    "tokens_past_top_k",
-)  # fmt: skip
-"""What must be above zero, or the run has shown nothing."""
+REQUIRED = ("preemptions", "cached_tokens", "prefill_splits", "graph_full", "graph_piecewise", "tokens_past_top_k")
+"""Counters that must be above zero, or the run has shown nothing."""
+COUNTERS = (*REQUIRED, "graph_none")
 
 _FREE = ("BI_EP_TRANSPORT", "VLLM_PLUGINS")
 """Variables that differ between the parts of one run on purpose."""
@@ -331,12 +330,12 @@ def _two_gpus(
     return rows, not_run, failures
 
 
-def _differences(kind: str, rows: Iterable[Record], *, skipped: bool = False) -> list[str]:
+def _differences(kind: str, rows: Iterable[Record]) -> list[str]:
     return [
         f"{kind}{row['name']}: {row['tokens_different']} of {row['tokens_compared']} differ, "
         f"first {row['first_difference']}"
         for row in rows
-        if not (skipped and row.get("reason")) and (row["tokens_different"] or not row["tokens_compared"])
+        if row["tokens_different"] or not row["tokens_compared"]
     ]
 
 
@@ -353,66 +352,91 @@ def merge(parts: pathlib.Path, *, profile: str, gpus: int) -> dict[str, Any]:
     """
     records = load_records(parts, ENGINES)
     gpus = max([gpus, *(record.get("gpus", 0) for ranks in records.values() for record in ranks)])
-    needed = [name for name, engine in ENGINES.items() if engine.ranks == 1]
-    needed += [name for name, part in EXTRA_PARTS.items() if part.required]
-    failures = [f"{name}: not run" for name in needed if name not in records]
-    failures += _installation_problems(records, ENGINES)
-    not_run = [{"what": name, "why": _why(parts, name)} for name in (*ENGINES, *EXTRA_PARTS)
-               if name not in records and (name in EXTRA_PARTS or ENGINES[name].ranks == 1)]  # fmt: skip
-    report: dict[str, Any] = {"profile": profile}
-
+    whole = _Whole({"profile": profile}, [], [])
+    whole.add_missing(records, parts)
+    whole.failures += _installation_problems(records, ENGINES)
     if FIRST in records:
+        whole.add_tokens(records, gpus)
+    whole.add_controls(records)
+    whole.add_extra(records)
+    whole.report["suites"] = _suites(parts)
+    whole.failures += [
+        f"suite of {row['package']}: {row['failed']} tests failed" for row in whole.report["suites"] if row["failed"]
+    ]
+    # Every token that the rollouts drew counts once: those of the first schedule against actor a.
+    counted = [*whole.report.get("runs", []), *(a for a in whole.report.get("actors", []) if a["name"] == "a")]
+    sums = {key: sum(row[key] for row in counted) for key in ("tokens_compared", "tokens_different")}
+    if sums["tokens_compared"] < TOKENS_REQUIRED:
+        whole.failures.append(f"expected {TOKENS_REQUIRED} tokens, compared {sums['tokens_compared']}")
+    never = [{"what": what, "why": why} for what, why in _NEVER if what != f"profile {profile}"]
+    return {**whole.report, **sums, **_about(records), "not_run": whole.not_run + never, "failures": whole.failures}
+
+
+@dataclass(slots=True)
+class _Whole:
+    """A report as it grows."""
+
+    report: dict[str, Any]
+    failures: list[str]
+    not_run: list[dict[str, str]]
+
+    def add_missing(self, records: Mapping[str, Sequence[Record]], parts: pathlib.Path) -> None:
+        """Parts without a record; those that need two GPUs are judged by :func:`_two_gpus`."""
+        single = [name for name, engine in ENGINES.items() if engine.ranks == 1]
+        for name in (*single, *EXTRA_PARTS):
+            if name not in records:
+                self.not_run.append({"what": name, "why": _why(parts, name)})
+                if name in ENGINES or EXTRA_PARTS[name].required:
+                    self.failures.append(f"{name}: not run")
+
+    def add_tokens(self, records: Mapping[str, Sequence[Record]], gpus: int) -> None:
+        """Everything that is held against the first schedule."""
         reference = next(_schedules(records[FIRST]))
         expected = reference["requests"]
-        report["reference"] = {"schedule": reference["schedule"], "engine": FIRST, "seconds": reference["seconds"],
-                               "did": reference["did"]}  # fmt: skip
-        report["runs"] = _runs(records, expected)
-        report["actors"] = _actors(records, expected)
-        report["two_gpus"], skipped, missing = _two_gpus(records, expected, gpus)
-        not_run += skipped
-        failures += missing
-        failures += _differences("", [row | {"name": row["schedule"]} for row in report["runs"]])
-        failures += _differences("actor ", report["actors"]) + _differences("", report["two_gpus"], skipped=True)
-        report |= _coverage(records)
-        failures += [f"vacuous: {name} is {value}" for name, value in report["coverage"].items() if not value]
-        failures += [f"the same row twice, with other bits: {text}" for text in report["contradictions"]]
+        two_gpus, skipped, missing = _two_gpus(records, expected, gpus)
+        self.report |= {
+            "reference": {key: reference[key] for key in ("schedule", "seconds", "did")} | {"engine": FIRST},
+            "runs": _runs(records, expected),
+            "actors": _actors(records, expected),
+            "two_gpus": two_gpus,
+            **_coverage(records),
+        }
+        self.not_run += skipped
+        self.failures += missing
+        self.failures += _differences("", [row | {"name": row["schedule"]} for row in self.report["runs"]])
+        self.failures += _differences("actor ", self.report["actors"])
+        self.failures += _differences("", [row for row in two_gpus if not row.get("reason")])
+        self.failures += [f"vacuous: {name} is 0" for name in REQUIRED if not self.report["coverage"][name]]
+        self.failures += [f"the same row twice, with other bits: {text}" for text in self.report["contradictions"]]
         if {"reload", "reload, cold"} <= records.keys():
-            report["reload"] = _reload(records["reload"], records["reload, cold"], expected)
-            failures += _reload_failures(report["reload"])
-    if "stock" in records:
-        traced = records["sabotage"][0].get("stock") if "sabotage" in records else None
-        report["stock"] = _stock(records["stock"]) | {"divergence": (traced or {}).get("divergence") or []}
-        if report["stock"]["share_different"] < STOCK_SHARE_REQUIRED:
-            failures.append(f"vacuous: without the hooks only {report['stock']['share_different']:.1%} differ")
-    if {"off", "off, without us"} <= records.keys():
-        report["off"] = _off(records["off"], records["off, without us"])
-        if not report["off"]["equal"]:
-            failures.append(f"flag unset: {report['off']}")
-    for name, part in EXTRA_PARTS.items():
-        if name in records:
+            self.report["reload"] = _reload(records["reload"], records["reload, cold"], expected)
+            self.failures += _reload_failures(self.report["reload"])
+
+    def add_controls(self, records: Mapping[str, Sequence[Record]]) -> None:
+        """What vLLM does without the hooks."""
+        if "stock" in records:
+            traced = records["sabotage"][0].get("stock") if "sabotage" in records else None
+            stock = _stock(records["stock"]) | {"divergence": (traced or {}).get("divergence") or []}
+            self.report["stock"] = stock
+            if stock["share_different"] < STOCK_SHARE_REQUIRED:
+                self.failures.append(f"vacuous: without the hooks only {stock['share_different']:.1%} differ")
+        if {"off", "off, without us"} <= records.keys():
+            self.report["off"] = _off(records["off"], records["off, without us"])
+            if not self.report["off"]["equal"]:
+                self.failures.append(f"flag unset: {self.report['off']}")
+
+    def add_extra(self, records: Mapping[str, Sequence[Record]]) -> None:
+        """What other modules have recorded."""
+        for name in EXTRA_PARTS.keys() & records.keys():
             (record,) = records[name]
-            report |= {key: record[key] for key in part.keys if key in record}
-            not_run += record.get("not_run", [])
-    if report.get("healthy_problem"):
-        failures.append(f"sabotage: the engine without one is not sound: {report['healthy_problem']}")
-    failures += [f"sabotage {row['name']}: not caught as declared, {row['detail']}"
-                 for row in report.get("sabotages", []) if not row["caught"]]  # fmt: skip
-
-    report["suites"] = _suites(parts)
-    failures += [
-        f"suite of {row['package']}: {row['failed']} tests failed" for row in report["suites"] if row["failed"]
-    ]
-
-    # Every token that the rollouts drew counts once: those of the first schedule against actor a.
-    counted = [*report.get("runs", []), *(row for row in report.get("actors", []) if row["name"] == "a")]
-    for key in ("tokens_compared", "tokens_different"):
-        report[key] = sum(row[key] for row in counted)
-    if report["tokens_compared"] < TOKENS_REQUIRED:
-        failures.append(f"expected {TOKENS_REQUIRED} tokens, compared {report['tokens_compared']}")
-    return report | _about(records) | {
-        "not_run": not_run + [{"what": what, "why": why} for what, why in _NEVER if what != f"profile {profile}"],
-        "failures": failures,
-    }  # fmt: skip
+            self.report |= {key: record[key] for key in EXTRA_PARTS[name].keys if key in record}
+            self.not_run += record.get("not_run", [])
+        if self.report.get("healthy_problem"):
+            problem = self.report["healthy_problem"]
+            self.failures.append(f"sabotage: the engine without one is not sound: {problem}")
+        for row in self.report.get("sabotages", []):
+            if not row["caught"]:
+                self.failures.append(f"sabotage {row['name']}: not caught as declared, {row['detail']}")
 
 
 def merge_quick(parts: pathlib.Path, *, profile: str) -> dict[str, Any]:
