@@ -8,9 +8,9 @@ kernel that began first, and times add up to the time in which the GPU was busy.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = [
@@ -18,14 +18,18 @@ __all__ = [
     "FLASH_VOCABULARY",
     "HEAD_OPS",
     "LAYER_TYPES",
+    "Kernel",
     "OpTime",
     "compare_layers",
     "compare_ops",
     "extrapolate",
+    "forward_us",
+    "kernels",
     "label",
     "layer_times",
     "op_times",
     "overhead_percent",
+    "relabel",
 ]
 
 FLASH_RATIOS = (0, 0, *(4 if i % 2 == 0 else 128 for i in range(41)))
@@ -38,8 +42,28 @@ HEAD_OPS = ("lm_head", "log_softmax", "sampling")
 """What grows with the vocabulary."""
 
 _PREFIX = "cost"
+_OTHER = "other"
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel of a trace.
+
+    Attributes:
+        start: Microseconds.
+        end: Microseconds.
+        name: Its name.
+        layer: Index of the layer that launched it; None outside of the layers.
+        op: Name of the op that launched it, ``other`` outside of every range.
+    """
+
+    start: float
+    end: float
+    name: str
+    layer: int | None
+    op: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +86,19 @@ class OpTime:
 
 
 def label(op: str, layer: int | None = None) -> str:
-    """Name of the range of ``op``, from which :func:`op_times` knows it again."""
+    """Name of the range of ``op``, from which :func:`kernels` knows it again."""
     return f"{_PREFIX}|{'' if layer is None else layer}|{op}"
 
 
-def op_times(events: Iterable[Mapping[str, Any]], steps: int) -> list[OpTime]:
-    """GPU time of ``steps`` steps of a trace, per step.
+def kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
+    """The kernels, copies and fills of a trace by their start, each with the range that its launch was made in.
 
     Args:
         events: ``traceEvents`` of the trace.
-        steps: Number of steps in it.
     """
     ranges: list[tuple[float, float, str]] = []
     launched: dict[int, float] = {}
-    kernels: list[tuple[float, float, str, int]] = []
+    found: list[tuple[float, float, str, int]] = []
     for event in events:
         category = event.get("cat")
         if event.get("ph") != "X":
@@ -86,16 +109,54 @@ def op_times(events: Iterable[Mapping[str, Any]], steps: int) -> list[OpTime]:
         elif category in _LAUNCHES and "correlation" in event.get("args", {}):
             launched[int(event["args"]["correlation"])] = start
         elif category in _KERNELS:
-            kernels.append((start, end, name, int(event.get("args", {}).get("correlation", -1))))
+            found.append((start, end, name, int(event.get("args", {}).get("correlation", -1))))
     owners = _innermost(ranges, launched)
+    return [Kernel(start, end, name, *_parse(owners.get(launch))) for start, end, name, launch in sorted(found)]
+
+
+def relabel(graph: Sequence[Kernel], eager: Sequence[Kernel], graph_steps: int, eager_steps: int) -> list[Kernel]:
+    """Give the kernels of replayed graphs the ranges of the same kernels in eager steps.
+
+    A graph's launch says nothing about layers. But a step launches the same kernels either way, so that the n-th kernel
+    of a name is the n-th of that name in the other. Names that occur another number of times in a step stay ``other``.
+
+    Args:
+        graph: Kernels of ``graph_steps`` replayed steps.
+        eager: Kernels of ``eager_steps`` eager ones, of the same work.
+        graph_steps: See ``graph``.
+        eager_steps: See ``eager``.
+    """
+    ranges: defaultdict[str, list[tuple[int | None, str]]] = defaultdict(list)
+    for kernel in eager:
+        ranges[kernel.name].append((kernel.layer, kernel.op))
+    total = Counter(kernel.name for kernel in graph)
+    seen: Counter[str] = Counter()
+    result = []
+    for kernel in graph:
+        known = ranges[kernel.name]
+        if len(known) * graph_steps == total[kernel.name] * eager_steps and len(known) % eager_steps == 0:
+            layer, op = known[seen[kernel.name] % (len(known) // eager_steps)]
+            kernel = replace(kernel, layer=layer, op=op)
+        seen[kernel.name] += 1
+        result.append(kernel)
+    return result
+
+
+def op_times(found: Sequence[Kernel], steps: int) -> list[OpTime]:
+    """GPU time per step.
+
+    Args:
+        found: Kernels of ``steps`` steps, by their start.
+        steps: See ``found``.
+    """
     us: defaultdict[tuple[int | None, str, str], float] = defaultdict(float)
     calls: defaultdict[tuple[int | None, str, str], int] = defaultdict(int)
     busy_until = float("-inf")
-    for start, end, name, correlation in sorted(kernels):
-        key = (*_parse(owners.get(correlation)), name)
-        us[key] += max(0.0, end - max(start, busy_until))
+    for kernel in found:
+        key = (kernel.layer, kernel.op, kernel.name)
+        us[key] += max(0.0, kernel.end - max(kernel.start, busy_until))
         calls[key] += 1
-        busy_until = max(busy_until, end)
+        busy_until = max(busy_until, kernel.end)
     return [OpTime(*key, us=us[key] / steps, calls=calls[key] / steps) for key in us]
 
 
@@ -114,23 +175,30 @@ def layer_times(times: Iterable[OpTime], ratios: Sequence[int]) -> dict[str, flo
     return {name: total[name] / counts.count(name) for name in LAYER_TYPES.values() if name in counts}
 
 
-def extrapolate(times: Sequence[OpTime], ratios: Sequence[int], vocabulary: int) -> float | None:
+def forward_us(times: Iterable[OpTime]) -> float:
+    """Microseconds in which the GPU was busy with the model's forward: all but the head, sampling and ``other``."""
+    return sum(time.us for time in times if time.op not in (*HEAD_OPS, _OTHER))
+
+
+def extrapolate(times: Sequence[OpTime], ratios: Sequence[int], vocabulary: int, measured_us: float) -> float | None:
     """Microseconds of a step of DeepSeek-V4-Flash's 43 layers and vocabulary, or None where a layer type is missing.
+
+    Layers take what was measured without a profiler, gaps between kernels included, in the proportions of the profile.
 
     Args:
         times: Of one step.
         ratios: As for :func:`layer_times`.
         vocabulary: Of the model that was measured.
+        measured_us: GPU time of the model's forward, measured without a profiler.
     """
     layers = layer_times(times, ratios)
     if any(LAYER_TYPES[ratio] not in layers for ratio in FLASH_RATIOS):
         return None
-    outside = sum(
-        time.us * (FLASH_VOCABULARY / vocabulary if time.op in HEAD_OPS else 1.0)
-        for time in times
-        if time.layer is None
-    )
-    return outside + sum(layers[LAYER_TYPES[ratio]] for ratio in FLASH_RATIOS)
+    once = [time for time in times if time.layer is None]
+    forward = sum(layers[LAYER_TYPES[ratio]] for ratio in FLASH_RATIOS) + forward_us(once)
+    head = sum(time.us for time in once if time.op in HEAD_OPS) * FLASH_VOCABULARY / vocabulary
+    other = sum(time.us for time in once if time.op == _OTHER)
+    return forward * measured_us / forward_us(times) + head + other
 
 
 def compare_layers(stock: Mapping[str, float], aligned: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -142,13 +210,13 @@ def compare_layers(stock: Mapping[str, float], aligned: Mapping[str, float]) -> 
     ]
 
 
-def compare_ops(stock: Sequence[OpTime], aligned: Sequence[OpTime], *, kernels: int = 8) -> list[dict[str, Any]]:
+def compare_ops(stock: Sequence[OpTime], aligned: Sequence[OpTime], *, longest: int = 8) -> list[dict[str, Any]]:
     """The record's ``ops``: a row for each op, all layers together, the largest excess first.
 
     Args:
         stock: Times of one step of stock.
         aligned: Times of one step with the hooks.
-        kernels: So many kernels of each side are listed by name, the longest.
+        longest: So many kernels of each side are listed by name.
     """
     rows = []
     for op in dict.fromkeys(time.op for time in (*stock, *aligned)):
@@ -162,8 +230,8 @@ def compare_ops(stock: Sequence[OpTime], aligned: Sequence[OpTime], *, kernels: 
                 "aligned_us": us[1],
                 "calls": calls[1],
                 "stock_calls": calls[0],
-                "stock_kernels": _longest(mine[0], kernels),
-                "aligned_kernels": _longest(mine[1], kernels),
+                "stock_kernels": _longest(mine[0], longest),
+                "aligned_kernels": _longest(mine[1], longest),
             }
         )
     return sorted(rows, key=lambda row: row["stock_us"] - row["aligned_us"])
@@ -193,7 +261,7 @@ def _innermost(ranges: list[tuple[float, float, str]], launched: Mapping[int, fl
 
 def _parse(name: str | None) -> tuple[int | None, str]:
     if name is None:
-        return None, "other"
+        return None, _OTHER
     _, layer, op = name.split("|")
     return int(layer) if layer else None, op
 

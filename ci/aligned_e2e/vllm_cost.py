@@ -30,7 +30,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
-from .kernel_times import FLASH_RATIOS, OpTime, compare_layers, compare_ops, extrapolate, layer_times, overhead_percent
+from .kernel_times import (
+    FLASH_RATIOS,
+    OpTime,
+    compare_layers,
+    compare_ops,
+    extrapolate,
+    forward_us,
+    layer_times,
+    overhead_percent,
+)
 from .vllm_cost_engine import SETTINGS, TOKENS_OF_A_STEP
 
 __all__ = ["SIDES", "WORKLOADS", "Child", "Clock", "Side", "SideError", "Workload", "main", "measure_all", "summarise"]
@@ -314,7 +323,8 @@ def _add_profile(
 ) -> None:
     profile: dict[str, Any] = {"workload": workload.name, "batch": workload.batch}
     profile |= {name: row[name] for name in ("stock_baseline", "stock_forward_us", "aligned_forward_us")}
-    profile |= summarise(stock, aligned, record["model"]["ratios"], record["model"]["vocabulary"])
+    measured = (row["stock_forward_us"], row["aligned_forward_us"])
+    profile |= summarise(stock, aligned, record["model"]["ratios"], record["model"]["vocabulary"], measured)
     record["profiles"].append(profile)
     if (workload.name, workload.batch) == _MAIN or "layers" not in record:
         record |= {name: profile[name] for name in ("layers", "ops", "extrapolated")}
@@ -324,7 +334,11 @@ def _add_profile(
 
 
 def summarise(
-    stock: Sequence[OpTime], aligned: Sequence[OpTime], ratios: Sequence[int], vocabulary: int
+    stock: Sequence[OpTime],
+    aligned: Sequence[OpTime],
+    ratios: Sequence[int],
+    vocabulary: int,
+    measured_us: tuple[float, float],
 ) -> dict[str, Any]:
     """``layers``, ``ops`` and ``extrapolated`` of one profiled workload.
 
@@ -333,18 +347,19 @@ def summarise(
         aligned: Times of a step with the hooks.
         ratios: Compress ratio of each layer of the model that was measured.
         vocabulary: Its vocabulary.
+        measured_us: GPU time of the model's forward without a profiler, on both sides.
     """
-    whole = [extrapolate(times, ratios, vocabulary) for times in (stock, aligned)]
-    known = whole[0] is not None and whole[1] is not None
+    sides = (stock, aligned)
+    whole = [extrapolate(times, ratios, vocabulary, us) for times, us in zip(sides, measured_us, strict=True)]
     return {
         "layers": compare_layers(layer_times(stock, ratios), layer_times(aligned, ratios)),
         "ops": compare_ops(stock, aligned),
-        "busy_us": [round(sum(time.us for time in times), 1) for times in (stock, aligned)],
+        "forward_busy_us": [round(forward_us(times), 1) for times in sides],
         "extrapolated": {
             "layers": len(FLASH_RATIOS),
-            "stock_us": None if whole[0] is None else round(whole[0], 1),
-            "aligned_us": None if whole[1] is None else round(whole[1], 1),
-            "overhead_percent": overhead_percent(whole[0], whole[1]) if known else None,  # type: ignore[arg-type]
+            "stock_us": whole[0] and round(whole[0], 1),
+            "aligned_us": whole[1] and round(whole[1], 1),
+            "overhead_percent": overhead_percent(whole[0], whole[1]) if whole[0] and whole[1] else None,
         },
     }
 
@@ -500,7 +515,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in _UNSET}
     benchmarks = Path(__file__).resolve().parents[2] / "packages" / "bi-kernels" / "benchmarks"
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(benchmarks)]))
+    ci = Path(__file__).resolve().parents[1]
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(ci), str(benchmarks)]))
     return inherited | _ENVIRONMENT | {"PYTHONPATH": path} | dict(more)
 
 

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from .kernel_times import OpTime, label, op_times
+from .kernel_times import Kernel, OpTime, kernels, label, op_times, relabel
 
 __all__ = ["SETTINGS", "CostEngine", "compile_mhc", "compile_product", "main", "replace_plans", "serve"]
 
@@ -205,25 +205,32 @@ class CostEngine:
         }
 
     def profile(self, kind: str, batch: int, length: int, steps: int) -> list[OpTime]:
-        """GPU time by layer and op of ``steps`` eager steps, per step; arguments as for :meth:`measure`.
+        """GPU time by layer and op, per step; arguments as for :meth:`measure`.
 
-        Eager, because the launches of a graph's kernels say nothing about layers. The kernels are the same.
+        Eager steps tell which layer and op a kernel is of. Where the workload runs in graphs, its times are those of
+        replayed steps, which overlap and follow each other as in service.
         """
-        from torch.profiler import ProfilerActivity, profile
-
         self._eager = True
         try:
             with self._ranges():
-                self.measure(kind, batch, length, 2)
-                with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-                    self.measure(kind, batch, length, steps)
+                self.measure(kind, batch, length, 1)
+                found = self._trace(kind, batch, length, steps)
         finally:
             self._eager = False
+        self.measure(kind, batch, length, 1)
+        if "NONE" not in self.modes:
+            found = relabel(self._trace(kind, batch, length, steps), found, steps, steps)
+        return op_times(found, steps)
+
+    def _trace(self, kind: str, batch: int, length: int, steps: int) -> list[Kernel]:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            self.measure(kind, batch, length, steps)
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "trace.json"
             trace.export_chrome_trace(str(path))
-            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        return op_times(events, steps)
+            return kernels(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
 
     def _layers(self) -> list[Any]:
         return list(self.model.model.layers)

@@ -16,14 +16,18 @@ import torch
 from aligned_e2e import vllm_cost, vllm_cost_engine
 from aligned_e2e.kernel_times import (
     FLASH_RATIOS,
+    Kernel,
     OpTime,
     compare_layers,
     compare_ops,
     extrapolate,
+    forward_us,
+    kernels,
     label,
     layer_times,
     op_times,
     overhead_percent,
+    relabel,
 )
 from aligned_e2e.vllm_cost import WORKLOADS, Child, Clock, Side, SideError, cost_row, measure_all
 
@@ -38,7 +42,7 @@ def kernel(name, launch, start, us, correlation):
 
 
 class TestTrace:
-    """``op_times``."""
+    """``kernels``, ``relabel`` and ``op_times``."""
 
     def test_a_kernel_belongs_to_the_innermost_range_of_its_launch(self):
         events = [
@@ -54,7 +58,7 @@ class TestTrace:
             *kernel("head", 210, 400, 50, 5),
             *kernel("copy", 260, 450, 60, 6),
         ]
-        found = {(time.layer, time.op, time.kernel): (time.us, time.calls) for time in op_times(events, 1)}
+        found = {(time.layer, time.op, time.kernel): (time.us, time.calls) for time in op_times(kernels(events), 1)}
         assert found == {
             (0, "mHC", "pre"): (10, 1),
             (0, "router", "gate"): (20, 1),
@@ -66,17 +70,30 @@ class TestTrace:
 
     def test_times_are_per_step(self):
         events = [part for step in range(4) for part in kernel("k", 10 * step, 10 * step, 6, step)]
-        assert op_times(events, 4) == [OpTime(None, "other", "k", us=6, calls=1)]
+        assert op_times(kernels(events), 4) == [OpTime(None, "other", "k", us=6, calls=1)]
 
     def test_an_instant_counts_once_for_the_kernel_that_began_first(self):
         # The second waits inside its own duration, the third runs beside both on another stream.
         events = [*kernel("a", 0, 100, 50, 1), *kernel("b", 1, 110, 60, 2), *kernel("c", 2, 120, 10, 3)]
-        found = {time.kernel: time.us for time in op_times(events, 1)}
+        found = {time.kernel: time.us for time in op_times(kernels(events), 1)}
         assert found == {"a": 50, "b": 20, "c": 0}
 
     def test_copies_count_and_host_time_does_not(self):
         events = [event("gpu_memcpy", "copy", 0, 7, 1), event("cpu_op", "aten::mm", 0, 100), {"ph": "M", "name": "x"}]
-        assert [(time.op, time.us) for time in op_times(events, 1)] == [("other", 7)]
+        assert [(time.op, time.us) for time in op_times(kernels(events), 1)] == [("other", 7)]
+
+    def test_kernels_of_a_graph_get_the_ranges_of_the_same_kernels(self):
+        def step(at, **ops):
+            return [Kernel(at + i, at + i + 1, name, *where) for i, (name, where) in enumerate(ops.items())]
+
+        gate, gemm, other = (0, "router"), (1, "experts"), (None, "other")
+        eager = [*step(0, a=gate, b=gemm), *step(5, a=gemm), *step(10, a=gate, b=gemm), *step(15, a=gemm)]
+        graph = [*step(0, b=other, a=other), *step(3, a=other, c=other)]
+        found = [(kernel.name, kernel.layer, kernel.op) for kernel in relabel(graph, eager, 1, 2)]
+        assert found == [("b", *gemm), ("a", *gate), ("a", *gemm), ("c", *other)]
+        # One more than eager steps have: which one is anybody's guess.
+        more = relabel([*graph, *step(9, a=other)], eager, 1, 2)
+        assert [(kernel.layer, kernel.op) for kernel in more if kernel.name == "a"] == [other] * 3
 
 
 RATIOS = (0, 4, 128)
@@ -97,10 +114,13 @@ class TestTables:
         assert FLASH_RATIOS[-1] == 4
 
     def test_extrapolation_counts_layers_and_scales_what_grows_with_the_vocabulary(self):
-        step = times((10.0, 100.0, 1000.0), lm_head=7.0, other=3.0, log_softmax=1.0)
-        assert extrapolate(step, RATIOS, 129280) == 2 * 10 + 21 * 100 + 20 * 1000 + 7 + 3 + 1
-        assert extrapolate(step, RATIOS, 129280 // 4) == 2 * 10 + 21 * 100 + 20 * 1000 + 3 + 4 * 8
-        assert extrapolate(step, (0, 4, 4), 129280) is None
+        step = times((10.0, 100.0, 1000.0), embedding=5.0, lm_head=7.0, other=3.0, log_softmax=1.0)
+        forward = 2 * 10 + 21 * 100 + 20 * 1000 + 5
+        assert forward_us(step) == 1115
+        assert extrapolate(step, RATIOS, 129280, 1115.0) == forward + 7 + 3 + 1
+        assert extrapolate(step, RATIOS, 129280 // 4, 1115.0) == forward + 3 + 4 * 8
+        assert extrapolate(step, RATIOS, 129280, 2230.0) == 2 * forward + 7 + 3 + 1  # as much again in gaps
+        assert extrapolate(step, (0, 4, 4), 129280, 1115.0) is None
 
     def test_layers_of_a_type_are_averaged(self):
         assert layer_times(times((10.0, 100.0, 200.0)), (0, 4, 4)) == {"window only": 10, "C4": 150}
@@ -110,7 +130,7 @@ class TestTables:
     def test_ops_are_listed_by_excess_with_their_longest_kernels(self):
         stock = [OpTime(0, "a", "x", 5, 1), OpTime(1, "a", "y", 6, 2), OpTime(None, "b", "z", 50, 1)]
         aligned = [OpTime(0, "a", "x", 40, 1), OpTime(None, "b", "z", 20, 1), OpTime(None, "c", "w", 4, 1)]
-        rows = compare_ops(stock, aligned, kernels=1)
+        rows = compare_ops(stock, aligned, longest=1)
         assert [(r["op"], r["stock_us"], r["aligned_us"], r["calls"], r["stock_calls"]) for r in rows] == [
             ("a", 11, 40, 1, 3),
             ("c", 0, 4, 1, 0),
@@ -400,7 +420,7 @@ def cost_engine(monkeypatch):
 
     def dispatch(**arguments):
         modes.append(arguments.get("valid_modes"))
-        return types.SimpleNamespace(name="NONE" if arguments.get("valid_modes") else "FULL"), None
+        return types.SimpleNamespace(name="FULL" if made.graphs and modes[-1] is None else "NONE"), None
 
     runner = types.SimpleNamespace(
         _model_forward=lambda: None,
@@ -424,7 +444,7 @@ def cost_engine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Clocked)
     made = vllm_cost_engine.CostEngine("checkpoint", {}, aligned=False)
-    made.asked_modes = modes
+    made.asked_modes, made.graphs = modes, True
     return made
 
 
@@ -486,7 +506,15 @@ class TestEngine:
         layer(x), layer.attn.forward_mqa(x), layer.ffn.experts.router.select_experts(x)
         assert seen == []
 
-    def test_a_profile_runs_eagerly_and_graphs_come_back(self, cost_engine, monkeypatch):
+    def test_a_profile_has_the_times_of_graphs_and_the_ranges_of_eager_steps(self, cost_engine, monkeypatch):
+        eager = [
+            event("user_annotation", label("mHC", 0), 0, 99),
+            *kernel("k", 1, 20, 80, 1),
+            *kernel("k", 2, 99, 80, 2),
+        ]
+        graph = [*kernel("k", 1, 20, 8, 1), *kernel("k", 2, 30, 8, 2)]
+        traces = [eager, graph, eager]
+
         class Profile:
             def __init__(self, activities):
                 pass
@@ -498,13 +526,14 @@ class TestEngine:
                 return False
 
             def export_chrome_trace(self, path):
-                events = [event("user_annotation", label("mHC", 0), 0, 9), *kernel("k", 1, 20, 8, 1)]
                 with open(path, "w") as file:
-                    json.dump({"traceEvents": events}, file)
+                    json.dump({"traceEvents": traces.pop(0)}, file)
 
         monkeypatch.setattr(torch.profiler, "profile", Profile)
         cost_engine.fill(1, 4096)
         cost_engine.asked_modes.clear()
-        assert cost_engine.profile("decode", 1, 0, 4) == [OpTime(0, "mHC", "k", us=2, calls=0.25)]
-        assert cost_engine.asked_modes == [{"none"}] * 6
-        assert cost_engine.measure("decode", 1, 0, 1)["modes"] == {"FULL": 1}
+        assert cost_engine.profile("decode", 1, 0, 2) == [OpTime(0, "mHC", "k", us=8, calls=1)]
+        assert cost_engine.asked_modes == [{"none"}] * 3 + [None] * 3
+        cost_engine.graphs = False  # prompts are too long for any graph
+        assert cost_engine.profile("prefill", 1, 4096, 2) == [OpTime(0, "mHC", "k", us=79.5, calls=1)]
+        assert traces == []
