@@ -122,6 +122,7 @@ _MAIN = ("decode", 32)  # whose profile is the record's ``layers``, ``ops`` and 
 ROUNDS = 7
 _MEASURING = 90.0  # seconds that are kept for measuring when an engine does not get ready
 _TURN = 90.0  # no answer takes longer than that, but a start
+_HEAD_START = 45.0  # of those that compile: an engine loads weights for about as long before it needs them
 
 
 class SideError(Exception):
@@ -396,11 +397,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     save()
     children: dict[str, Child] = {}
-    others: list[subprocess.Popen[bytes]] = []
+    others: dict[str, subprocess.Popen[bytes]] = {}
     try:
         children = {name: Child(name, side, parts / f"cost-{_file(name)}.log") for name, side in SIDES.items()}
         prepare(arguments.checkpoint, arguments.size, parts, clock, others)
         start(children, arguments.checkpoint, clock, record)
+        record["not_compiled_ahead"] = [name for name, process in others.items() if process.poll() != 0]
+        print(f"[{clock.spent():5.0f} s] not compiled ahead: {record['not_compiled_ahead']}", flush=True)
         save()
         engines: dict[str, Engine] = dict(children)
         measure_all(engines, clock, record, save)
@@ -408,7 +411,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record["not_run"].append({"what": "cost", "why": str(error)})
         print(error, flush=True)
     finally:
-        for process in others:
+        for process in others.values():
             _end(process)
         for child in children.values():
             child.end()
@@ -419,8 +422,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if record["not_run"] else 0
 
 
-def prepare(checkpoint: Path, size: str, parts: Path, clock: Clock, processes: list[subprocess.Popen[bytes]]) -> None:
-    """Generate the checkpoint, and compile ahead; returns when the one is there and the other done, or late.
+def prepare(
+    checkpoint: Path, size: str, parts: Path, clock: Clock, processes: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    """Generate the checkpoint and compile ahead; returns as soon as it is there and engines are worth starting.
 
     Raises:
         SideError: There is no checkpoint.
@@ -429,9 +434,9 @@ def prepare(checkpoint: Path, size: str, parts: Path, clock: Clock, processes: l
     if not (checkpoint / "model.safetensors.index.json").is_file():
         command = ["aligned_e2e.vllm_checkpoint", str(checkpoint), "--size", size, "--device", "cuda"]
         generator = _start(command, parts / "cost-checkpoint.log")
-        processes.append(generator)
-    compilers = {" ".join(job): _start(job, parts / f"cost-compile-{_file('-'.join(job[1:]))}.log") for job in _jobs()}
-    processes += compilers.values()
+        processes["checkpoint"] = generator
+    compilers = {" ".join(job[1:]): _start(job, parts / f"cost-compile-{'-'.join(job[1:])}.log") for job in _jobs()}
+    processes |= compilers
     if generator is not None:
         try:
             code = generator.wait(timeout=max(1.0, clock.left() - _MEASURING))
@@ -441,12 +446,8 @@ def prepare(checkpoint: Path, size: str, parts: Path, clock: Clock, processes: l
             log = (parts / "cost-checkpoint.log").read_text(errors="replace")[-2000:]
             raise SideError(f"checkpoint: exit code {code} after {clock.spent():.0f} s\n{log}")
         print(f"[{clock.spent():5.0f} s] checkpoint generated", flush=True)
-    until = min(100.0, clock.left() / 3)  # later, the engines compile what is missing themselves
-    while any(process.poll() is None for process in compilers.values()) and clock.spent() < until:
+    while clock.spent() < _HEAD_START and any(process.poll() is None for process in compilers.values()):
         time.sleep(0.5)
-    late = [name for name, process in compilers.items() if process.poll() is None]
-    failed = [name for name, process in compilers.items() if process.poll()]
-    print(f"[{clock.spent():5.0f} s] compiled ahead; late: {late}; failed: {failed}", flush=True)
 
 
 def start(children: dict[str, Child], checkpoint: Path, clock: Clock, record: dict[str, Any]) -> None:

@@ -95,9 +95,8 @@ class CostEngine:
         from vllm import LLM
         from vllm.v1.worker import gpu_worker
 
-        gpu_worker.kernel_warmup = lambda worker: (
-            None
-        )  # of hundreds of shapes; those of the workloads run before timing
+        # It compiles for hundreds of shapes; those of the workloads run before they are timed.
+        gpu_worker.kernel_warmup = lambda worker: None
         started = time.monotonic()
         self.llm = LLM(model=checkpoint, **(SETTINGS | settings))
         self.start_seconds = round(time.monotonic() - started, 1)

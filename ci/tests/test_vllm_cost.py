@@ -294,6 +294,20 @@ class TestServing:
         assert record["part"] == "cost"
         assert "nothing to compare" in record["not_run"][-1]["why"]
 
+    def test_a_checkpoint_that_cannot_be_made_ends_the_run(self, tmp_path, monkeypatch):
+        def start(command, log):
+            log.write_text("no space left")
+            return vllm_cost.subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+
+        monkeypatch.setattr(vllm_cost, "_start", start)
+        monkeypatch.setattr(vllm_cost, "_jobs", lambda: [["module", "mhc", "4096", "1"]])
+        processes = {}
+        with pytest.raises(SideError, match=r"exit code 3.*\n.*no space left"):
+            vllm_cost.prepare(tmp_path, "slice", tmp_path, Clock(100), processes)
+        assert list(processes) == ["checkpoint", "mhc 4096 1"]
+        for process in processes.values():
+            process.wait()
+
     def test_what_is_compiled_ahead_is_named_by_the_shapes_of_flash(self):
         jobs = vllm_cost._jobs()
         assert len({tuple(job) for job in jobs}) == len(jobs) == 14
