@@ -181,7 +181,7 @@ def forward_us(times: Iterable[OpTime]) -> float:
 
 
 def extrapolate(times: Sequence[OpTime], ratios: Sequence[int], vocabulary: int, measured_us: float) -> float | None:
-    """Microseconds of a step of DeepSeek-V4-Flash's 43 layers and vocabulary, or None where a layer type is missing.
+    """Microseconds of a step of DeepSeek-V4-Flash's 43 layers and vocabulary; None if a layer type's are missing.
 
     Layers take what was measured without a profiler, gaps between kernels included, in the proportions of the profile.
 
@@ -191,14 +191,14 @@ def extrapolate(times: Sequence[OpTime], ratios: Sequence[int], vocabulary: int,
         vocabulary: Of the model that was measured.
         measured_us: GPU time of the model's forward, measured without a profiler.
     """
-    layers = layer_times(times, ratios)
-    if any(LAYER_TYPES[ratio] not in layers for ratio in FLASH_RATIOS):
+    layers, busy = layer_times(times, ratios), forward_us(times)
+    if not busy or any(LAYER_TYPES[ratio] not in layers for ratio in FLASH_RATIOS):
         return None
     once = [time for time in times if time.layer is None]
     forward = sum(layers[LAYER_TYPES[ratio]] for ratio in FLASH_RATIOS) + forward_us(once)
     head = sum(time.us for time in once if time.op in HEAD_OPS) * FLASH_VOCABULARY / vocabulary
     other = sum(time.us for time in once if time.op == _OTHER)
-    return forward * measured_us / forward_us(times) + head + other
+    return forward * measured_us / busy + head + other
 
 
 def compare_layers(stock: Mapping[str, float], aligned: Mapping[str, float]) -> list[dict[str, Any]]:

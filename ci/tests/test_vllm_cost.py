@@ -121,6 +121,7 @@ class TestTables:
         assert extrapolate(step, RATIOS, 129280 // 4, 1115.0) == forward + 3 + 4 * 8
         assert extrapolate(step, RATIOS, 129280, 2230.0) == 2 * forward + 7 + 3 + 1  # as much again in gaps
         assert extrapolate(step, (0, 4, 4), 129280, 1115.0) is None
+        assert extrapolate(times((0.0, 0.0, 0.0)), RATIOS, 129280, 1115.0) is None
 
     def test_layers_of_a_type_are_averaged(self):
         assert layer_times(times((10.0, 100.0, 200.0)), (0, 4, 4)) == {"window only": 10, "C4": 150}
@@ -168,7 +169,8 @@ def run(limit=400.0, **fails):
     speeds = {"stock": 100, "stock deep_gemm": 200, "aligned": 160}
     engines = {name: Engine(name, speed, asked, now, fails.get(name.replace(" ", "_"), ())) for name, speed in
                speeds.items()}  # fmt: skip
-    record = {"cost": [], "profiles": [], "not_run": [], "copy_gb_s": [], "model": {"ratios": RATIOS, "vocabulary": 1}}
+    record = {name: [] for name in ("cost", "layers", "profiles", "not_run", "copy_gb_s")}
+    record["model"] = {"ratios": RATIOS, "vocabulary": 1}
     measure_all(engines, Clock(limit, lambda: now[0]), record, lambda: json.dumps(record))
     return record, asked
 
@@ -551,3 +553,5 @@ class TestEngine:
         cost_engine.graphs = False  # prompts are too long for any graph
         assert cost_engine.profile("prefill", 1, 4096, 2) == [OpTime(0, "mHC", "k", us=79.5, calls=1)]
         assert traces == []
+        cost_engine.graphs, traces[:] = True, [eager, []]  # graphs that hide their kernels
+        assert cost_engine.profile("decode", 1, 0, 2) == [OpTime(0, "mHC", "k", us=79.5, calls=1)]
