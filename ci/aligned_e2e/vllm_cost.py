@@ -68,9 +68,11 @@ SIDES = {
 _ALIGNED = "aligned"
 
 _ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "0",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
     "VLLM_DEEP_GEMM_WARMUP": "skip",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
@@ -481,11 +483,13 @@ def start(children: dict[str, Child], checkpoint: Path, clock: Clock, record: di
                 child.send("start", checkpoint=str(checkpoint), settings=dict(SIDES[name].settings))
                 continue
             del waiting[name]
-            shown = {key: value for key, value in answer.items() if key != "attestation"}
+            shown = {key: value for key, value in answer.items() if key not in ("attestation", "assumed_ready")}
             print(f"[{clock.spent():5.0f} s] {name} is ready: {json.dumps(shown)}", flush=True)
             record["sides"][name] = {key: answer[key] for key in ("start_seconds", "experts", "attention", "gpu_gib")}
             record["model"] = {"ratios": answer["ratios"], "vocabulary": answer["vocabulary"]}
-            record |= {key: answer[key] for key in ("gpu", "versions", "attestation") if key in answer}
+            for key in ("gpu", "versions", "attestation", "assumed_ready"):
+                if key in answer:
+                    record[key] = answer[key]
         if _ALIGNED not in children or len(children) < 2:
             raise SideError(f"nothing to compare: {', '.join(children) or 'no engine'} alone is left")
 
@@ -522,7 +526,7 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
     benchmarks = Path(__file__).resolve().parents[2] / "packages" / "bi-kernels" / "benchmarks"
     ci = Path(__file__).resolve().parents[1]
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(ci), str(benchmarks)]))
-    return inherited | _ENVIRONMENT | {"PYTHONPATH": path} | dict(more)
+    return {"CUDA_VISIBLE_DEVICES": "0"} | inherited | _ENVIRONMENT | {"PYTHONPATH": path} | dict(more)
 
 
 def _print_row(clock: Clock, row: Mapping[str, Any]) -> None:

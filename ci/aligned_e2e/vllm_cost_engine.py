@@ -55,11 +55,14 @@ _LONG = 4000  # tokens that a decoding request may draw, more than any run does
 _VOCABULARY_START = 2
 
 
-def replace_plans() -> None:
+def replace_plans() -> list[str]:
     """Turn the hooks of all four packages on in this process, also those that do not count as ready yet.
 
     Contracts and self-tests are left out: this process measures time, and they would compile for minutes. Processes
     that vLLM starts for a look at the model class load no plug-ins.
+
+    Returns:
+        Targets of the patches that did not count as ready.
 
     Raises:
         RuntimeError: A package's hooks did not become active.
@@ -67,8 +70,10 @@ def replace_plans() -> None:
     from bi_kernels.runtime import hooks
     from bi_kernels.runtime.packages import PACKAGES
 
+    assumed: list[str] = []
     for import_name in PACKAGES.values():
         module: Any = importlib.import_module(f"{import_name}.vllm_hook")
+        assumed += [patch.target for patch in module.PLAN.patches_for("0.26") if not patch.ready]
         patches = tuple(dataclasses.replace(patch, ready=True, needs="") for patch in module.PLAN.patches)
         module.PLAN = dataclasses.replace(module.PLAN, patches=patches, contracts=(), self_tests=())
     proof: Any = importlib.import_module("bi_moe_deepep.deep_gemm_proof")
@@ -80,6 +85,7 @@ def replace_plans() -> None:
     if inactive:
         raise RuntimeError(f"hooks: expected all four packages active, got none of {', '.join(inactive)}")
     os.environ["VLLM_PLUGINS"] = "none"
+    return assumed
 
 
 class CostEngine:
@@ -88,10 +94,10 @@ class CostEngine:
     Args:
         checkpoint: Of the model.
         settings: What differs from :data:`SETTINGS`.
-        aligned: Whether the hooks are on.
+        assumed_ready: What :func:`replace_plans` returned; None without hooks.
     """
 
-    def __init__(self, checkpoint: str, settings: dict[str, Any], *, aligned: bool) -> None:
+    def __init__(self, checkpoint: str, settings: dict[str, Any], *, assumed_ready: list[str] | None) -> None:
         from vllm import LLM
         from vllm.v1.worker import gpu_worker
 
@@ -100,7 +106,7 @@ class CostEngine:
         started = time.monotonic()
         self.llm = LLM(model=checkpoint, **(SETTINGS | settings))
         self.start_seconds = round(time.monotonic() - started, 1)
-        self.aligned = aligned
+        self.assumed_ready = assumed_ready
         self.engine = self.llm.llm_engine
         self.runner = self.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         self.model = self.runner.get_model()
@@ -116,9 +122,9 @@ class CostEngine:
     def describe(self) -> dict[str, Any]:
         """What was started: versions, expert kernels, layer types, memory; and, with the hooks, the attestation."""
         import torch
-        import vllm
 
         import bi_kernels
+        from bi_kernels.runtime.packages import distribution_version
 
         free, total = torch.cuda.mem_get_info()
         method = self._layers()[0].ffn.experts.routed_experts.quant_method
@@ -130,10 +136,11 @@ class CostEngine:
             "attention": type(self._layers()[0].attn).__name__,
             "gpu": torch.cuda.get_device_name(),
             "gpu_gib": round((total - free) / 2**30, 1),
-            "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "bi_kernels": bi_kernels.__version__},
+            "versions": {name: distribution_version(name) for name in ("torch", "vllm", "triton")},
         }
-        if self.aligned:
+        if self.assumed_ready is not None:
             os.environ.pop("VLLM_PLUGINS", None)  # it was for vLLM's own processes, and is part of the attestation
+            found["assumed_ready"] = self.assumed_ready
             found["attestation"] = json.loads(bi_kernels.attest().to_json())
         return found
 
@@ -445,15 +452,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # whoever waits in vain asks for the stacks
     connection = Connection(arguments.fd)
     try:
-        if arguments.aligned:
-            replace_plans()
+        assumed = replace_plans() if arguments.aligned else None
         import vllm.entrypoints.llm  # noqa: F401  # seconds that pass while the checkpoint is written
     except Exception as error:
         traceback.print_exc()
         connection.send(("error", f"import: {type(error).__name__}: {error}"[:2000]))
         return 1
     connection.send(("ok", None))
-    serve(connection, functools.partial(CostEngine, aligned=arguments.aligned))
+    serve(connection, functools.partial(CostEngine, assumed_ready=assumed))
     return 0
 
 

@@ -323,8 +323,9 @@ def test_every_plan_is_replaced_and_vllm_starts_no_plug_ins_in_other_processes(m
     from bi_kernels.runtime.packages import PACKAGES
 
     modules = [importlib.import_module(f"{name}.vllm_hook") for name in PACKAGES.values()]
-    for module in modules:
-        monkeypatch.setattr(module, "PLAN", module.PLAN)
+    plans = [module.PLAN for module in modules]
+    for module, plan in zip(modules, plans, strict=True):
+        monkeypatch.setattr(module, "PLAN", plan)
     proof = importlib.import_module("bi_moe_deepep.deep_gemm_proof")
     monkeypatch.setattr(proof, "prove_deep_gemm", proof.prove_deep_gemm)
     monkeypatch.setenv("VLLM_PLUGINS", "")
@@ -338,7 +339,10 @@ def test_every_plan_is_replaced_and_vllm_starts_no_plug_ins_in_other_processes(m
         vllm_cost_engine.replace_plans()  # nothing became active
 
     monkeypatch.setattr(hooks, "active_records", lambda: dict.fromkeys(PACKAGES))
-    vllm_cost_engine.replace_plans()
+    for module, plan in zip(modules, plans, strict=True):
+        monkeypatch.setattr(module, "PLAN", plan)
+    waiting = [patch.target for plan in plans for patch in plan.patches_for("0.26") if not patch.ready]
+    assert vllm_cost_engine.replace_plans() == waiting
     for plan in loaded[-1]:
         assert plan.patches
         assert all(patch.ready for patch in plan.patches)
@@ -459,7 +463,7 @@ def cost_engine(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Clocked)
-    made = vllm_cost_engine.CostEngine("checkpoint", {}, aligned=False)
+    made = vllm_cost_engine.CostEngine("checkpoint", {}, assumed_ready=None)
     made.asked_modes, made.graphs = modes, True
     return made
 
