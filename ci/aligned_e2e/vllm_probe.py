@@ -22,7 +22,7 @@ from bi_kernels.runtime.packages import PACKAGES, release_prefix
 from bi_kernels.testing.bitwise import bit_view
 from bi_kernels.testing.trace import Rows, Trace
 
-__all__ = ["ModelProbe", "device_digests", "prepare_vllm", "switch_plans", "watch_engine"]
+__all__ = ["ModelProbe", "device_digests", "first_partings", "prepare_vllm", "switch_plans", "watch_engine"]
 
 _MODEL = "vllm.models.deepseek_v4.nvidia.model"
 _VLLM = "0.26.0"
@@ -43,7 +43,7 @@ def prepare_vllm(off: frozenset[str] = frozenset()) -> None:
         ValueError: As :func:`switch_plans`.
     """
     switch_plans(off)
-    registry = importlib.import_module("vllm.model_executor.models.registry")
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     registry._SUBPROCESS_COMMAND = [sys.executable, "-c", _INSPECT]
 
 
@@ -61,7 +61,7 @@ def switch_plans(off: frozenset[str] = frozenset()) -> None:
     """
     left = set(off)
     for import_name in PACKAGES.values():
-        module = importlib.import_module(f"{import_name}.vllm_hook")
+        module: Any = importlib.import_module(f"{import_name}.vllm_hook")
         left -= {patch.target for patch in module.PLAN.patches}
         module.PLAN = dataclasses.replace(
             module.PLAN,
@@ -98,7 +98,31 @@ def device_digests(tensor: torch.Tensor) -> torch.Tensor:
 def _keys(width: int, device: torch.device) -> torch.Tensor:
     mixed = (torch.arange(width, dtype=torch.int64, device=device) + 1) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 31)) * -4658895280553007687
-    return (mixed ^ (mixed >> 29)) | 1
+    keys = (mixed ^ (mixed >> 29)) | 1
+    if keys.is_cuda:
+        torch.cuda.current_stream().synchronize()  # the next one to read them may be on another of the model's streams
+    return keys
+
+
+def first_partings(a: Trace, b: Trace) -> list[tuple[int, str, float]]:
+    """Where the tokens of two traces part: for each op, the share of all parting tokens that differ there first.
+
+    Args:
+        a: Its order of the ops counts.
+        b: The same requests.
+
+    Returns:
+        Layer, op and share, in the order of the forward pass; ops where no token parts are left out.
+    """
+    parted: set[tuple[str, int]] = set()
+    counts: list[tuple[int, str, int]] = []
+    for layer, op in sorted(a.ops, key=lambda entry: entry[0]):  # stable: the order within a layer is that of the calls
+        mine, theirs = a.digests(layer, op), b.digests(layer, op)
+        here = {key for key in mine.keys() & theirs.keys() if mine[key] != theirs[key]} - parted
+        if here:
+            counts.append((layer, op, len(here)))
+            parted |= here
+    return [(layer, op, count / len(parted)) for layer, op, count in counts]
 
 
 @dataclasses.dataclass(slots=True)
@@ -339,7 +363,9 @@ def _overridden(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-def _wrapped(owner: Any, name: str, after: Callable[[Any, tuple[Any, ...]], None]) -> contextlib.AbstractContextManager:
+def _wrapped(
+    owner: Any, name: str, after: Callable[[Any, tuple[Any, ...]], None]
+) -> contextlib.AbstractContextManager[None]:
     """Call ``after(result, arguments)`` whenever a function or method returns, inside the block."""
     function = getattr(owner, name)
 

@@ -2,7 +2,8 @@
 
 ``python -m aligned_e2e.vllm_sabotage --checkpoint DIR --parts DIR --jobs N [NAME ...]``. Each has a process and an
 eager engine of its own, which serves a few requests in small chunks and recomputes them as prompts in one step; both
-are traced (:mod:`aligned_e2e.vllm_probe`). A healthy engine does the same, and the same reload, which must pass there.
+are traced (:mod:`aligned_e2e.vllm_probe`). A healthy engine does the same, and the same reload, which must pass there;
+so does stock vLLM with its own batch-invariant mode, to show where it parts.
 The switches exist in this harness only: the plan of a package loses patches before vLLM loads its plug-ins, or one
 function of its hook is replaced. Records lie in ``DIR/sabotage`` and are kept, so that a call goes on where the last
 one ended; what is found goes to ``DIR/sabotage.json``.
@@ -35,15 +36,15 @@ from bi_kernels.testing.trace import Trace, first_divergence
 
 from .h200 import ENVIRONMENT
 from .vllm_engine import COMMON
-from .vllm_probe import prepare_vllm, watch_engine
+from .vllm_probe import first_partings, prepare_vllm, watch_engine
 from .vllm_trainer import make_record
 
-__all__ = ["HEALTHY", "SABOTAGES", "Finding", "Sabotage", "judge", "main", "make_requests", "perturbed"]
+__all__ = ["HEALTHY", "SABOTAGES", "STOCK", "Finding", "Sabotage", "judge", "main", "make_requests", "perturbed"]
 
 By = Literal["bits", "refusal", "attestation"]
 Swap = tuple[str, Callable[[Any], Any]]
 
-HEALTHY = "healthy"
+HEALTHY, STOCK = "healthy", "stock"
 SETTINGS: dict[str, Any] = COMMON | {
     "enforce_eager": True,
     "max_model_len": 4096,
@@ -273,6 +274,7 @@ SABOTAGES = (
     ),
 )
 """Names say first where, then what."""
+_BY_NAME = {sabotage.name: sabotage for sabotage in SABOTAGES}
 
 
 # -- one process -------------------------------------------------------------------------------------------------------
@@ -316,11 +318,12 @@ def apply_swaps(swaps: Sequence[Swap]) -> None:
         setattr(module, attribute, make(getattr(module, attribute)))
 
 
-def _play(sabotage: Sabotage | None, checkpoint: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
-    """Start with one hook off (None: with all of them), and see what comes of it."""
+def _play(name: str, checkpoint: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
+    """Start with one hook off, or with all of them on or off, and see what comes of it."""
     import bi_kernels as bk
 
     started = time.monotonic()
+    sabotage = _BY_NAME.get(name)
     if sabotage is not None and not sabotage.serves:
         from vllm.plugins import load_general_plugins
 
@@ -334,12 +337,12 @@ def _play(sabotage: Sabotage | None, checkpoint: pathlib.Path, folder: pathlib.P
     llm = LLM(model=str(checkpoint), **SETTINGS)
     start_seconds = round(time.monotonic() - started, 1)
     print(f"== started in {start_seconds} s", flush=True)
-    attestation = json.loads(bk.attest(required=tuple(PACKAGES)).to_json())
+    attestation = json.loads(bk.attest(required=() if name == STOCK else tuple(PACKAGES)).to_json())
     found: dict[str, Any] = {"start_seconds": start_seconds}
     if sabotage is None or not sabotage.reloads:
         vocab_size = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["vocab_size"]
         found |= _serve_and_recompute(llm, make_requests(vocab_size), folder)
-    if sabotage is None or sabotage.reloads:
+    if name == HEALTHY or (sabotage is not None and sabotage.reloads):
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         try:
             worker.reload_weights(weights_iterator=perturbed(checkpoint))
@@ -380,6 +383,7 @@ def _serve_and_recompute(llm: Any, prompts: Mapping[str, list[int]], folder: pat
         "tokens_compared": len(pairs),
         "tokens_different": sum(mine != theirs for mine, theirs in pairs),
         "divergence": None if divergence is None else dataclasses.asdict(divergence),
+        "partings": first_partings(rollout, recomputation),
         "contradictions": [*rollout.contradictions, *recomputation.contradictions][:20],
     }
 
@@ -475,9 +479,7 @@ def _run(name: str, arguments: argparse.Namespace) -> tuple[str, bool]:
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as stream:
         try:
-            subprocess.run(
-                command, stdout=stream, stderr=subprocess.STDOUT, timeout=arguments.seconds, check=False, env=os.environ
-            )
+            subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, timeout=arguments.seconds, check=False)
         except subprocess.TimeoutExpired:
             stream.write(f"== ended after {arguments.seconds} s\n")
     print(f"{time.monotonic() - started:6.1f} s  {name}{'' if record.is_file() else ': FAILED'}", flush=True)
@@ -489,7 +491,6 @@ def _run(name: str, arguments: argparse.Namespace) -> tuple[str, bool]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run sabotages side by side and say who noticed; exit code 1 unless each was caught as declared."""
-    by_name = {sabotage.name: sabotage for sabotage in SABOTAGES}
     parser = argparse.ArgumentParser(prog="aligned_e2e.vllm_sabotage", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of SABOTAGES, or how one begins; default: all")
     parser.add_argument("--checkpoint", type=pathlib.Path, required=True)
@@ -499,13 +500,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--play", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.play:
-        return _main_of_one(by_name.get(arguments.names[0]), arguments)
+        return _main_of_one(arguments.names[0], arguments)
     chosen = [s for s in SABOTAGES if not arguments.names or s.name.startswith(tuple(arguments.names))]
     if not chosen:
-        parser.error(f"no sabotage begins with {', '.join(arguments.names)}; there are: {'; '.join(by_name)}")
+        parser.error(f"no sabotage begins with {', '.join(arguments.names)}; there are: {'; '.join(_BY_NAME)}")
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(lambda name: _run(name, arguments), [HEALTHY, *(sabotage.name for sabotage in chosen)]))
+        list(pool.map(lambda name: _run(name, arguments), [HEALTHY, STOCK, *(s.name for s in chosen)]))
 
     folder = arguments.parts / "sabotage"
     problem = _control_problem(folder)
@@ -514,26 +515,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     for finding in findings:
         verdict = "caught" if finding.caught else "NOT CAUGHT AS DECLARED"
         print(f"{verdict}: {finding.name} (expected {finding.expected}, by {finding.by}): {finding.detail}")
-    control = folder / HEALTHY / "record.json"
-    attestation = json.loads(control.read_text(encoding="utf-8"))["attestation"] if control.is_file() else None
+    control, stock = (
+        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        for path in (folder / name / "record.json" for name in (HEALTHY, STOCK))
+    )
+    attestation = control.get("attestation")
     record = {
         **make_record("sabotage", attestation or {"packages": {}, "versions": {}}, time.monotonic() - started),
         "attestation": attestation,
         "healthy_problem": problem,
         "sabotages": [dataclasses.asdict(finding) for finding in findings],
+        "stock": {
+            "tokens": stock.get("tokens_compared"),
+            "tokens_different": stock.get("tokens_different"),
+            "divergence": stock.get("partings"),
+        },
     }
     (arguments.parts / "sabotage.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0 if problem is None and all(finding.caught for finding in findings) else 1
 
 
-def _main_of_one(sabotage: Sabotage | None, arguments: argparse.Namespace) -> int:
+def _main_of_one(name: str, arguments: argparse.Namespace) -> int:
     faulthandler.dump_traceback_later(90, repeat=True)  # a hang then says where
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    prepare_vllm(frozenset(sabotage.off if sabotage is not None else ()))
-    apply_swaps(sabotage.swaps if sabotage is not None else ())
-    folder = arguments.parts / "sabotage" / _slug(sabotage.name if sabotage is not None else HEALTHY)
-    record = _play(sabotage, arguments.checkpoint, folder)
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    sabotage = _BY_NAME.get(name)
+    if name == STOCK:
+        os.environ["VLLM_PLUGINS"] = "none"
+    else:
+        prepare_vllm(frozenset(sabotage.off if sabotage is not None else ()))
+        apply_swaps(sabotage.swaps if sabotage is not None else ())
+    folder = arguments.parts / "sabotage" / _slug(name)
+    record = _play(name, arguments.checkpoint, folder)
     (folder / "record.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import bi_kernels as bk
 from aligned_e2e import vllm_sabotage
-from aligned_e2e.vllm_sabotage import HEALTHY, SABOTAGES, Sabotage, judge, make_requests, perturbed
+from aligned_e2e.vllm_sabotage import HEALTHY, SABOTAGES, STOCK, Sabotage, judge, make_requests, perturbed
 from bi_kernels.runtime.packages import PACKAGES
 from bi_kernels.testing.trace import Rows, Trace
 
@@ -31,7 +31,7 @@ def test_every_switch_is_one_of_the_packages():
         assert bool(sabotage.off) != bool(sabotage.swaps)
         assert sabotage.expected == "attestation" or sabotage.reloads or sabotage.op
     names = [sabotage.name for sabotage in SABOTAGES]
-    assert len({vllm_sabotage._slug(name) for name in [*names, HEALTHY]}) == len(names) + 1
+    assert len({vllm_sabotage._slug(name) for name in [*names, HEALTHY, STOCK]}) == len(names) + 2
     assert sum(sabotage.serves for sabotage in SABOTAGES) >= 8
     assert {sabotage.expected for sabotage in SABOTAGES} == {"bits", "refusal", "attestation"}
 
@@ -107,6 +107,7 @@ def write(folder, name, *, rollout=None, recomputation=None, off=(), refusal=Non
             trace.save(target / f"{file}.json")
         record |= {
             "divergence": None if divergence is None else vllm_sabotage.dataclasses.asdict(divergence),
+            "partings": vllm_sabotage.first_partings(*traces),
             "tokens_compared": 48,
             "tokens_different": 0 if divergence is None else 5,
             "contradictions": [],
@@ -212,6 +213,8 @@ def test_main_runs_judges_and_keeps_records(tmp_path, monkeypatch, capsys):
             write(tmp_path / "sabotage" / "made", name, rollout=trace_of(layer=1, op="router logits"), off=TARGETS)
         elif name == "other":
             write(tmp_path / "sabotage" / "made", name, off=TARGETS, serves=False, reloads=False)
+        elif name == STOCK:
+            write(tmp_path / "sabotage" / "made", name, rollout=trace_of(layer=0, op="sparse_mla"))
         else:
             write(tmp_path / "sabotage" / "made", name)
         made = tmp_path / "sabotage" / "made" / vllm_sabotage._slug(name)
@@ -221,15 +224,16 @@ def test_main_runs_judges_and_keeps_records(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(vllm_sabotage.subprocess, "run", run)
     arguments = ["--checkpoint", "nowhere", "--parts", str(tmp_path), "--jobs", "2"]
     assert vllm_sabotage.main(arguments) == 0
-    assert set(played) == {HEALTHY, "it", "other"}
+    assert set(played) == {HEALTHY, STOCK, "it", "other"}
     record = json.loads((tmp_path / "sabotage.json").read_text())
     assert [finding["caught"] for finding in record["sabotages"]] == [True, True]
     assert set(record["sabotages"][0]) == {
         "name", "hook", "expected", "caught", "by", "located_layer", "located_op", "detail"
     }  # fmt: skip
     assert record["healthy_problem"] is None
+    assert record["stock"] == {"tokens": 48, "tokens_different": 5, "divergence": [[0, "sparse_mla", 1.0]]}
     assert vllm_sabotage.main([*arguments, "oth"]) == 0
-    assert len(played) == 3  # all records were there
+    assert len(played) == 4  # all records were there
     assert "caught: other" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         vllm_sabotage.main([*arguments, "nothing of that name"])

@@ -17,7 +17,7 @@ from torch import nn
 
 from aligned_e2e import vllm_probe, vllm_trainer
 from aligned_e2e.vllm_engine import make_prompts
-from aligned_e2e.vllm_probe import ModelProbe, device_digests, switch_plans, watch_engine
+from aligned_e2e.vllm_probe import ModelProbe, device_digests, first_partings, switch_plans, watch_engine
 from aligned_e2e.vllm_trainer import PackedModel, Sample, pack, read_drawn, read_samples, recompute
 from bi_kernels.testing.trace import Trace, first_divergence, row_digests
 
@@ -242,6 +242,9 @@ def test_a_gate_that_follows_the_batch_is_found(model):
         divergence = first_divergence(in_chunks(runner, probe), at_once(runner, probe))
     assert (divergence.layer, divergence.op) == (1, "router logits")
     assert divergence.position == 4
+    with watch_engine(runner) as probe:
+        partings = first_partings(in_chunks(runner, probe), at_once(runner, probe))
+    assert partings == [(1, "router logits", 1.0)]
 
 
 def test_nothing_is_left_behind(model):
