@@ -6,7 +6,7 @@ are traced (:mod:`aligned_e2e.vllm_probe`). A healthy engine does the same, and 
 so does stock vLLM with its own batch-invariant mode, to show where it parts.
 The switches exist in this harness only: the plan of a package loses patches before vLLM loads its plug-ins, or one
 function of its hook is replaced. Records lie in ``DIR/sabotage`` and are kept, so that a call goes on where the last
-one ended; what is found goes to ``DIR/sabotage.json``.
+one ended; what is found goes to ``DIR/sabotages.json``.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ def _play(name: str, checkpoint: pathlib.Path, folder: pathlib.Path) -> dict[str
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
-        return make_record("sabotage", json.loads(bk.attest().to_json()), time.monotonic() - started)
+        return make_record("sabotages", json.loads(bk.attest().to_json()), time.monotonic() - started)
 
     from vllm import LLM
     from vllm.v1.worker import gpu_worker
@@ -349,7 +349,7 @@ def _play(name: str, checkpoint: pathlib.Path, folder: pathlib.Path) -> dict[str
             found["refusal"] = None
         except BatchInvarianceError as error:
             found["refusal"] = f"{type(error).__name__}: {error}"
-    return make_record("sabotage", attestation, time.monotonic() - started) | found
+    return make_record("sabotages", attestation, time.monotonic() - started) | found
 
 
 def _serve_and_recompute(llm: Any, prompts: Mapping[str, list[int]], folder: pathlib.Path) -> dict[str, Any]:
@@ -494,11 +494,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="aligned_e2e.vllm_sabotage", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of SABOTAGES, or how one begins; default: all")
     parser.add_argument("--checkpoint", type=pathlib.Path, required=True)
-    parser.add_argument("--parts", type=pathlib.Path, required=True)
-    parser.add_argument("--jobs", type=int, default=4, help="processes at a time")
+    parser.add_argument("--parts", type=pathlib.Path, help="where the records go; default: the folder of OUTPUT")
+    parser.add_argument("--output", type=pathlib.Path, help="what is found; default: PARTS/sabotages.json")
+    parser.add_argument("--jobs", type=int, default=4, help="processes at a time; about 8 GiB of GPU memory each")
     parser.add_argument("--seconds", type=float, default=240.0, help="limit of one process")
     parser.add_argument("--play", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    if arguments.parts is None and arguments.output is None:
+        parser.error("one of --parts and --output is needed")
+    arguments.parts = arguments.parts or arguments.output.parent
+    arguments.output = arguments.output or arguments.parts / "sabotages.json"
     if arguments.play:
         return _main_of_one(arguments.names[0], arguments)
     chosen = [s for s in SABOTAGES if not arguments.names or s.name.startswith(tuple(arguments.names))]
@@ -519,10 +524,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         for path in (folder / name / "record.json" for name in (HEALTHY, STOCK))
     )
-    attestation = control.get("attestation")
+    if not control:
+        return 1  # without it nothing was shown, and a record would say that something was
     record = {
-        **make_record("sabotage", attestation or {"packages": {}, "versions": {}}, time.monotonic() - started),
-        "attestation": attestation,
+        **make_record("sabotages", control["attestation"], time.monotonic() - started),
         "healthy_problem": problem,
         "sabotages": [dataclasses.asdict(finding) for finding in findings],
         "stock": {
@@ -531,7 +536,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "divergence": stock.get("partings"),
         },
     }
-    (arguments.parts / "sabotage.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0 if problem is None and all(finding.caught for finding in findings) else 1
 
 

@@ -225,7 +225,7 @@ def test_main_runs_judges_and_keeps_records(tmp_path, monkeypatch, capsys):
     arguments = ["--checkpoint", "nowhere", "--parts", str(tmp_path), "--jobs", "2"]
     assert vllm_sabotage.main(arguments) == 0
     assert set(played) == {HEALTHY, STOCK, "it", "other"}
-    record = json.loads((tmp_path / "sabotage.json").read_text())
+    record = json.loads((tmp_path / "sabotages.json").read_text())
     assert [finding["caught"] for finding in record["sabotages"]] == [True, True]
     assert set(record["sabotages"][0]) == {
         "name", "hook", "expected", "caught", "by", "located_layer", "located_op", "detail"
@@ -247,7 +247,8 @@ def test_a_process_that_fails_shows_its_log(tmp_path, monkeypatch, capsys):
         raise vllm_sabotage.subprocess.TimeoutExpired(command, 1)
 
     monkeypatch.setattr(vllm_sabotage.subprocess, "run", run)
-    assert vllm_sabotage.main(["--checkpoint", "nowhere", "--parts", str(tmp_path), "it"]) == 1
+    assert vllm_sabotage.main(["--checkpoint", "nowhere", "--output", str(tmp_path / "found.json"), "it"]) == 1
+    assert not (tmp_path / "found.json").exists()  # nothing to be judged by
     shown = capsys.readouterr().out
     assert "the reason" in shown
     assert "ended after" in shown
