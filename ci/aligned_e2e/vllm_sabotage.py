@@ -347,7 +347,9 @@ def _play(name: str, checkpoint: pathlib.Path, folder: pathlib.Path) -> dict[str
         try:
             worker.reload_weights(weights_iterator=perturbed(checkpoint))
             found["refusal"] = None
-        except BatchInvarianceError as error:
+        except Exception as error:
+            if name != HEALTHY and not isinstance(error, BatchInvarianceError):
+                raise  # only a typed error is a refusal; the healthy engine keeps what it has shown before
             found["refusal"] = f"{type(error).__name__}: {error}"
     return make_record("sabotages", attestation, time.monotonic() - started) | found
 
@@ -511,7 +513,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no sabotage begins with {', '.join(arguments.names)}; there are: {'; '.join(_BY_NAME)}")
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        list(pool.map(lambda name: _run(name, arguments), [HEALTHY, STOCK, *(s.name for s in chosen)]))
+        names = [HEALTHY, *([] if arguments.names else [STOCK]), *(sabotage.name for sabotage in chosen)]
+        list(pool.map(lambda name: _run(name, arguments), names))
 
     folder = arguments.parts / "sabotage"
     problem = _control_problem(folder)
