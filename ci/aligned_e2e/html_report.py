@@ -12,7 +12,7 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -63,11 +63,14 @@ _ACTORS = {
     "a": "actor (a): prompt logprobs of the finished sequences in another engine, with another budget",
     "b": "actor (b): the model's modules called on packed sequences, without an engine, as a trainer does",
 }
+_QUICK_PARTS = {"runs": "an engine against its own recomputation", "failures": "the list of failures"}
+_PART_OF = {"layers": "cost", "ops": "cost", "extrapolated": "cost"}  # what of a report's list of parts these belong to
+_NOTHING = "no record in this report"
 _ELSEWHERE = (
-    ("verl run that accompanies the preview", "another project's recipe; nobody has run it with these packages"),
-    ("H100, 64 GPUs", "needs a cluster"),
-    ("GB200, 32 GPUs", "needs a cluster of Blackwell GPUs; no kernel of these packages has run on Blackwell"),
-    ("arm64", "the build recipe is docs/aarch64.md; nothing was built or run there"),
+    ("companion verl run", "another project's recipe; nobody has run it with these packages"),
+    ("64 GPUs", "needs a cluster"),
+    ("profile gb200", "no kernel of these packages has run on Blackwell"),
+    ("aarch64", "the recipe is docs/aarch64.md; nothing was built or run there"),
 )
 
 
@@ -82,13 +85,18 @@ class _Compared:
     different: float | None
     first: str | None = None
     seconds: float | None = None
-    did: _Record = field(default_factory=dict)
+    did: dict[str, Any] = field(default_factory=dict)
     skipped: str | None = None
+
+    @property
+    def doing(self) -> _Record:
+        """What it did, and in how many seconds."""
+        return self.did | ({} if self.seconds is None else {"seconds": self.seconds})
 
     @property
     def state(self) -> str:
         """``bad``: tokens differ, or none were compared; ``open``: it was not run."""
-        if self.compared is None or self.different is None:
+        if self.compared is None or self.different is None or (self.skipped and not self.compared):
             return "open"
         return "good" if self.compared and not self.different else "bad"
 
@@ -120,7 +128,7 @@ def render(report: _Record, *, source: str) -> str:
     missing = _missing(report, compared, cpu)
     sections = [
         ("compared", "What ran, and on what", _provenance(report)),
-        ("difference", "Zero difference", _difference(compared)),
+        ("difference", "Zero difference", _difference(report, compared)),
         ("coverage", "Not vacuous", _coverage(report, cpu)),
     ]
     if not cpu:
@@ -226,7 +234,7 @@ def _compared(report: _Record) -> Iterator[_Compared]:
             different=_number(row, "tokens_different"),
             first=_text(row, "first_difference"),
             seconds=_number(row, "seconds"),
-            did=_mapping(row, "did") or _mapping(row, "plan"),
+            did=dict(_mapping(row, "did") or _mapping(row, "plan")),
             skipped=_text(row, "reason"),
         )
 
@@ -237,9 +245,10 @@ def _compared(report: _Record) -> Iterator[_Compared]:
     for row in _rows(report, "actors"):
         name = _text(row, "name") or "unnamed"
         yield read("actor", _ACTORS.get(name, name), row)
-    for row in _rows(report, "reload", "comparisons"):
+    steps = _rows(report, "reload", "comparisons") or _rows(report, "reload", "steps")
+    for row in steps:
         yield read("reload", _text(row, "name") or "unnamed", row)
-    if _at(report, "reload", "tokens_compared") is not None:
+    if not steps and _at(report, "reload", "tokens_compared") is not None:
         yield read("reload", "new weights and the old ones again, graphs kept", _mapping(report, "reload"))
     for row in _rows(report, "two_gpus"):
         yield read("two GPUs", _text(row, "name") or "unnamed", row)
@@ -247,21 +256,26 @@ def _compared(report: _Record) -> Iterator[_Compared]:
 
 def _missing(report: _Record, compared: Sequence[_Compared], cpu: bool) -> list[tuple[str, str]]:
     """Parts of the profile that the report has nothing of, and why."""
-    parts = _CPU_PARTS if cpu else _PARTS
-    nothing = "no record in this report"
+    parts = _CPU_PARTS if cpu else _QUICK_PARTS if report.get("quick") else _PARTS
+    said = _reasons(report)
     missing = [
-        (name, nothing)
+        (name, said.get(_PART_OF.get(key, key)) or _NOTHING)
         for key, name in parts.items()
         if report.get(key) is None or (report[key] in ([], {}) and key != "failures")
     ]
     if _rows(report, "actors"):
         there = {c.name for c in compared if c.kind == "actor"}
-        missing += [(name, nothing) for name in _ACTORS.values() if name not in there]
-    missing += [(f"{c.kind}: {c.name}", c.skipped or nothing) for c in compared if c.state == "open"]
+        missing += [(name, _NOTHING) for name in _ACTORS.values() if name not in there]
+    missing += [(f"{c.kind}: {c.name}", c.skipped or _NOTHING) for c in compared if c.state == "open"]
     if not cpu and report.get("coverage"):
         absent = [text for key, text in _COUNTERS.items() if _number(report, "coverage", key) is None]
-        missing += [(f"coverage: {text}", nothing) for text in absent]
+        missing += [(f"coverage: {text}", _NOTHING) for text in absent]
     return missing
+
+
+def _reasons(report: _Record) -> dict[str, str | None]:
+    """What the report itself says was not run, and why."""
+    return {_text(row, "what") or "unnamed": _text(row, "why") for row in _rows(report, "not_run")}
 
 
 def _problems(report: _Record, compared: Sequence[_Compared]) -> list[str]:
@@ -287,9 +301,7 @@ def _problems(report: _Record, compared: Sequence[_Compared]) -> list[str]:
 
 
 def _empty_counters(report: _Record) -> list[tuple[str, object]]:
-    counters = _mapping(report, "coverage")
-    # Every engine may have used graphs for all of its steps, which is no fault.
-    return [(key, value) for key, value in counters.items() if key != "graph_none" and value in (0, False)]
+    return [(key, value) for key, value in _mapping(report, "coverage").items() if value in (0, False)]
 
 
 def _off_equal(report: _Record) -> bool | None:
@@ -305,7 +317,8 @@ def _off_equal(report: _Record) -> bool | None:
 def _verdict(report: _Record, compared: Sequence[_Compared], missing: Sequence[tuple[str, str]]) -> Markup:
     total, different = sum(c.compared or 0 for c in compared), sum(c.different or 0 for c in compared)
     problems = [str(failure) for failure in _list(report, "failures")] or _problems(report, compared)
-    state = "bad" if problems or different or not total else "open" if missing else "good"
+    assumed = _list(report, "assumed_ready")
+    state = "bad" if problems or different or not total else "open" if missing or assumed else "good"
     headline = f"{different:,} of {total:,} compared tokens different" if total else "Nothing was compared"
     if state == "bad":
         count = f"{len(problems)} failure{'s' * (len(problems) != 1)}. " if problems else ""
@@ -313,11 +326,17 @@ def _verdict(report: _Record, compared: Sequence[_Compared], missing: Sequence[t
             tag("p", f"{count}The run does not count as aligned."),
             tag("ul", *(tag("li", problem) for problem in problems)) if problems else None,
         ]
-    elif state == "open":
+    elif missing:
         names = "; ".join(name for name, _ in missing)
         detail = [tag("p", f"No failure in what ran. Not run, {len(missing)} of the profile: {names}.")]
     else:
         detail = [tag("p", "Token ids, bits of the logprobs and digests of full-vocabulary logits; no tolerance.")]
+    if report.get("quick"):
+        detail.append(tag("p", "The quick test: one engine against its own recomputation, and nothing else."))
+    if assumed:
+        detail.append(
+            tag("p", f"Edits of vLLM that were run though their packages refuse them as not ready: {len(assumed)}.")
+        )
     return tag("div", tag("strong", headline), *detail, class_=f"verdict {state}")
 
 
@@ -332,9 +351,10 @@ def _tiles(report: _Record, compared: Sequence[_Compared]) -> Markup:
     slowest = max((x for row in _rows(report, "cost") if (x := _number(row, "overhead_percent")) is not None),
                   default=None)  # fmt: skip
     share = _stock_share(report)
+    schedules = len(rollout) + bool(_mapping(report, "reference"))  # which is not compared with itself
     tiles = [
-        _tile(len(rollout) if rollout else NOT_RUN, "schedules of the same requests"),
-        _tile(len({c.engine for c in rollout}) if rollout else NOT_RUN, "engines"),
+        _tile(schedules if rollout else NOT_RUN, "schedules of the same requests"),
+        _tile(len({c.engine for c in rollout}) if rollout else NOT_RUN, "engines that served them"),
         _tile(f"{caught} of {len(faults)}" if faults else NOT_RUN, "faults on purpose caught",
               None if not faults else "good" if caught == len(faults) else "bad"),
     ]  # fmt: skip
@@ -354,22 +374,11 @@ def _provenance(report: _Record) -> Markup:
     first = [
         ("profile", _text(report, "profile")),
         ("date", _text(report, "date")),
-        ("seconds", _number(report, "seconds")),
         *_flat(report.get("gpu"), "GPU"),
     ]
     versions = _mapping(report, "versions") or {**_mapping(report, "packages"), **_mapping(report, "environment")}
     attestations = dict(_attestations(report))
-    digests = {_text(record, "digest") for record in attestations.values()}
-    if not attestations:
-        agree: object = NOT_RUN
-    elif len(digests) == 1:
-        agree = f"all {len(attestations)} parts: {digests.pop()}"
-    else:
-        agree = tag("span", f"{len(digests)} different ones", class_="bad-text")
-    record = next((r for r in attestations.values() if len(r) > 1), {})
-    native = [
-        (f"{space} library", _text(_at(record, "native", space), "sha256")) for space in _at(record, "native") or {}
-    ]
+    record = next((r for r in attestations.values() if r.get("aligned")), next(iter(attestations.values()), {}))
     return join([
         tag("p", "The same requests, served in different ways, and recomputed by an actor. Compared are token ids, the "
             "bits of the logprobs and digests of the logits of the whole vocabulary.", class_="lead"),
@@ -377,14 +386,41 @@ def _provenance(report: _Record) -> Markup:
         tag("h3", "Versions"),
         pairs(_flat(versions)) if versions else tag("p", NOT_RUN),
         tag("h3", "Attestation"),
-        pairs([("digest", agree), ("architecture", _text(record, "arch")),
-               ("scale format", _text(record, "scale_format")), *native]),
-        _details("Attestation by part", pairs((name, _text(r, "digest")) for name, r in attestations.items()))
-        if len(attestations) > 1 else None,
+        pairs([("digest", _hash(_text(record, "digest"))), ("architecture", _text(record, "arch")),
+               ("scale format", _text(record, "scale_format")), *_libraries(attestations.values())]),
+        _details("Attestation by part", _attested(attestations)) if len(attestations) > 1 else None,
         _details("Whole attestation", pairs(_flat(record))) if record else None,
+        _details("Edits that were run though not ready", tag("ul", *(tag("li", tag("code", t)) for t in assumed)))
+        if (assumed := _list(report, "assumed_ready")) else None,
         _details("Model", pairs(_flat(report.get("model")))) if report.get("model") else None,
         _commands(report),
     ])  # fmt: skip
+
+
+def _hash(digest: str | None) -> Markup:
+    return NOT_RUN if digest is None else tag("code", digest)
+
+
+def _libraries(attestations: Iterable[_Record]) -> Iterator[tuple[str, Markup]]:
+    """The libraries that were attested; all parts must have used the same ones."""
+    digests: dict[str, dict[str | None, None]] = {}
+    for record in attestations:
+        for name, library in _mapping(record, "native").items():
+            digests.setdefault(str(name), {})[_text(library, "sha256")] = None
+    for name, found in digests.items():
+        several = f"{len(found)} different ones: {', '.join(map(str, found))}"
+        yield f"{name} library", tag("span", several, class_="bad-text") if len(found) > 1 else _hash(next(iter(found)))
+
+
+def _attested(attestations: _Record) -> Markup:
+    columns = (Column("part"), Column("aligned"), Column("packages with active hooks"), Column("digest"))
+    lead = tag("p", "Parts without hooks, or over another transport, differ on purpose.", class_="lead")
+    rows = []
+    for name, record in attestations.items():
+        hooks = len(_mapping(record, "hooks")) if "hooks" in record else None
+        cells = (value_or_not_run(record.get("aligned")), value_or_not_run(hooks), _hash(_text(record, "digest")))
+        rows.append((None, (name, *cells)))
+    return join([lead, table(columns, rows)])
 
 
 def _attestations(report: _Record) -> Iterator[tuple[str, _Record]]:
@@ -427,30 +463,29 @@ def _count(c: _Compared) -> Markup:
     return tag("span", *numbers, class_=f"cell {c.state}")
 
 
-def _difference(compared: Sequence[_Compared]) -> Markup:
+def _difference(report: _Record, compared: Sequence[_Compared]) -> Markup:
     rollout = [c for c in compared if c.kind == "rollout"]
-    engines = list(dict.fromkeys(c.engine for c in rollout))
-    by_place = {(c.name, c.engine): c for c in rollout}
-    rows = [
-        (None, (name, *(_count(by_place[name, e]) if (name, e) in by_place else None for e in engines)))
-        for name in dict.fromkeys(c.name for c in rollout)
-    ]
+    cells = {(c.name, c.engine): _count(c) for c in rollout}
+    if (first := _mapping(report, "reference")) and rollout:
+        place = (_text(first, "schedule") or "unnamed", _text(first, "engine") or "unnamed")
+        cells = {place: tag("span", "reference", class_="cell")} | cells
+    engines = list(dict.fromkeys(engine for _, engine in cells))
+    names = dict.fromkeys(name for name, _ in cells)
+    rows = [(None, (name, *(cells.get((name, engine)) for engine in engines))) for name in names]
     total, different = sum(c.compared or 0 for c in compared), sum(c.different or 0 for c in compared)
     others = [
-        ("bad" if c.state == "bad" else None, (c.name, c.kind, _count(c), value_or_not_run(c.seconds, "{:,.1f}")))
-        for c in compared
-        if c.kind != "rollout"
+        ("bad" if c.state == "bad" else None, (c.name, c.kind, _count(c))) for c in compared if c.kind != "rollout"
     ]
     counted = tag("strong", f"{different:,} of {total:,}", class_="bad-text" if different else "good-text")
+    lead = join(["Different tokens, by schedule and engine; in all ", counted if total else NOT_RUN, "."])
     firsts = [(c.name, c.first) for c in compared if c.different]
-    did = [(c.name, ", ".join(f"{key} {value}" for key, value in _flat(c.did)) or None) for c in rollout]
+    did = [(c.name, ", ".join(f"{key} {value}" for key, value in _flat(c.doing))) for c in rollout if c.doing]
     return join([
-        tag("p", "Different tokens of those compared, by schedule and engine; in all ", counted if total else NOT_RUN, ".",
-            class_="lead"),
+        tag("p", lead, class_="lead"),
         table((Column("schedule"), *map(Column, engines)), rows, class_="matrix") if rows else tag("p", NOT_RUN),
         tag("h3", "Actors, reload, two GPUs"),
-        table((Column("comparison"), Column("kind"), Column("different"), Column("seconds", number=True)), others,
-              class_="matrix") if others else tag("p", NOT_RUN),
+        table((Column("comparison"), Column("kind"), Column("different")), others, class_="matrix")
+        if others else tag("p", NOT_RUN),
         tag("h3", "First differences") if firsts else None,
         pairs((name, tag("code", first) if first else None) for name, first in firsts) if firsts else None,
         _details("What each schedule did", pairs(did)) if did else None,
@@ -535,8 +570,8 @@ def _cost(report: _Record) -> Markup:
         tag("p", "Stock with the flag off and its faster choice of experts, and aligned, by turns in one run. Bars to "
             "the right are slower, to the left faster; the dashed line is the goal. ", summary, class_="lead"),
         _workloads(cost, overheads) if cost else tag("p", NOT_RUN),
-        tag("h3", "GPU time by layer type", tag("span", class_="key stock"), "stock", tag("span", class_="key ours"),
-            "aligned"),
+        tag("h3", "GPU time by layer type", tag("span", "stock", class_="key stock"),
+            tag("span", "aligned", class_="key ours")),
         _paired(_rows(report, "layers")) if _rows(report, "layers") else tag("p", NOT_RUN),
         tag("h3", "Extrapolated to the whole model"),
         pairs([
@@ -545,7 +580,7 @@ def _cost(report: _Record) -> Markup:
             ("aligned", value_or_not_run(_number(report, "extrapolated", "aligned_us"), "{:,.0f} µs")),
             ("slower by", value_or_not_run(_number(report, "extrapolated", "overhead_percent"), "{:+.1f} %")),
         ]),
-        tag("h3", "What each op adds or saves"),
+        tag("h3", "What each op adds or saves, all its calls in one step"),
         _op_table(_rows(report, "ops")) if _rows(report, "ops") else tag("p", NOT_RUN),
     ])  # fmt: skip
 
@@ -596,8 +631,8 @@ def _paired(layers: Sequence[_Record]) -> Markup:
 
 def _op_table(ops: Sequence[_Record]) -> Markup:
     def adds(row: _Record) -> float | None:
-        stock, aligned, calls = (_number(row, key) for key in ("stock_us", "aligned_us", "calls"))
-        return None if stock is None or aligned is None or calls is None else (aligned - stock) * calls
+        stock, aligned = (_number(row, key) for key in ("stock_us", "aligned_us"))
+        return None if stock is None or aligned is None else aligned - stock
 
     added = [x for row in ops if (x := adds(row)) is not None]
     low, high = min([*added, 0.0]) * 1.1, max([*added, 0.0]) * 1.1
@@ -654,9 +689,9 @@ def _oracle(report: _Record) -> Markup:
 
 
 def _not_run(report: _Record, missing: Sequence[tuple[str, str]]) -> Markup:
-    said = [(_text(row, "what") or "unnamed", _text(row, "why")) for row in _rows(report, "not_run")]
-    everything = dict(_ELSEWHERE) | dict(missing) | dict(said)
-    rows = [(None, (what, value_or_not_run(why) if why else "no reason given")) for what, why in everything.items()]
+    taken = {_PART_OF.get(key, key) for key, name in _PARTS.items() if name in dict(missing)}
+    said = {what: why for what, why in _reasons(report).items() if what not in taken}
+    rows = [(None, (what, why or "no reason given")) for what, why in (dict(_ELSEWHERE) | dict(missing) | said).items()]
     return table((Column("what"), Column("why")), rows)
 
 

@@ -17,19 +17,19 @@ from aligned_e2e.report import ReportError
 
 # Numbers of no run: they have the shape of a report and are nobody's measurement.
 _SCHEDULES = (
-    ("together", "graphs"), ("together again, shuffled", "graphs"), ("five at a time", "graphs"),
+    ("together, shuffled", "graphs"), ("alone", "graphs"), ("five at a time", "graphs"),
     ("small budget, eager", "eager, small budget"), ("piecewise graphs", "piecewise"),
     ("prefix cache, cold", "prefix cache"), ("prefix cache, warm", "prefix cache"), ("preempted", "preempted"),
 )  # fmt: skip
 _OPS = ("compressor kv_score", "indexer top-k", "attention", "mhc_pre", "router logits", "experts")
 
 
-def _attestation(digest: str) -> dict[str, Any]:
-    native = {
-        space: {"loaded": True, "sha256": space[0] * 64}
-        for space in ("bi_kernels", "ds4_bi", "bi_moe_deepep", "bi_reload")
-    }
-    return {"digest": digest, "arch": "SM90", "scale_format": "FLOAT32_CEIL_UE8M0", "native": native}
+def _attestation(digest: str, *, aligned: bool = True) -> dict[str, Any]:
+    spaces = ("bi_kernels", "ds4_bi", "bi_moe_deepep", "bi_reload")
+    native = {space: {"loaded": aligned, "sha256": space[0] * 64} for space in spaces}
+    hooks = {"bi-kernels": {"version": "0.1.0", "patches": ["vllm.some.module:Layer"]}} if aligned else {}
+    arithmetic = {"arch": "SM90", "scale_format": "FLOAT32_CEIL_UE8M0"}
+    return {"digest": digest, "aligned": aligned, "hooks": hooks, "native": native, **arithmetic}
 
 
 @pytest.fixture
@@ -40,6 +40,7 @@ def full() -> dict[str, Any]:
         "date": "2000-01-01",
         "gpu": {"name": "an invented GPU", "count": 2},
         "versions": {"vllm": "0.26.0", "torch": "2.11.0+cu130", "machine": "x86_64"},
+        "reference": {"schedule": "together", "engine": "graphs", "seconds": 11.0, "did": {"steps": 299}},
         "runs": [
             {"schedule": s, "engine": e, "tokens_compared": 2496, "tokens_different": 0, "first_difference": None,
              "seconds": 12.5, "did": {"steps": 301, "preemptions": 9 * (s == "preempted")}}
@@ -53,7 +54,13 @@ def full() -> dict[str, Any]:
                      "graph_piecewise": 96, "graph_none": 301, "tokens_past_top_k": 15021},
         "stock": {"tokens": 2496, "tokens_different": 2433, "share_different": 0.9748, "max_abs_logprob_diff": 0.291,
                   "divergence": [[i % 5, op, (7 - i) / 22] for i, op in enumerate(_OPS)]},
-        "reload": {"tokens_compared": 4992, "tokens_different": 0, "addresses_moved": 0, "seconds": 3.4},
+        "reload": {
+            "tokens_compared": 4992, "tokens_different": 0, "addresses_moved": 0, "seconds": 3.4, "steps": [
+                {"name": "A before", "tokens_compared": 1248, "tokens_different": 0, "first_difference": None},
+                {"name": "B after A against B cold", "tokens_compared": 2496, "tokens_different": 0},
+                {"name": "A after B", "tokens_compared": 1248, "tokens_different": 0},
+            ],
+        },
         "two_gpus": [
             {"name": "expert parallel 2, NCCL", "tokens_compared": 1248, "tokens_different": 0, "reason": None},
             {"name": "expert parallel 2, DeepEP", "tokens_compared": 1248, "tokens_different": 0, "reason": None},
@@ -77,7 +84,10 @@ def full() -> dict[str, Any]:
                                    ("head and log-softmax", 96.0, 88.5))],
         "ops": [{"op": op, "stock_us": 20.0 + i, "aligned_us": 22.5 - i, "calls": 3} for i, op in enumerate(_OPS)],
         "extrapolated": {"layers": 43, "stock_us": 12800.0, "aligned_us": 13010.0, "overhead_percent": 1.6},
-        "attestations": {e: _attestation("ab" * 32) for e in dict(map(reversed, _SCHEDULES))},
+        "attestations": {e: _attestation("ab" * 32) for _, e in _SCHEDULES}
+        | {"stock": _attestation("cd" * 32, aligned=False)},
+        "assumed_ready": [],
+        "parts": [{"part": "graphs", "seconds": 88.1, "date": "2000-01-01", "command": "python -m something graphs"}],
         "suites": [{"package": p, "passed": 100, "failed": 0}
                    for p in ("bi-kernels", "bi-sparse-attn", "bi-moe-deepep", "bi-reload")],
         "not_run": [{"what": "profile gb200", "why": "no such GPU"}],
@@ -199,11 +209,14 @@ def test_whatever_is_missing_is_named_and_nothing_is_green(full: dict[str, Any])
              "sabotages": "faults on purpose", "off": "flag unset", "coverage": "coverage of the run",
              "stock": "stock vLLM", "cost": "tokens per second", "layers": "layer type", "ops": "GPU time by op",
              "extrapolated": "extrapolated", "failures": "the list of failures"}  # fmt: skip
+    full["not_run"].append({"what": "cost", "why": "the clock ran out"})
     for key, name in names.items():
         page = _page({k: v for k, v in full.items() if k != key})
         (verdict,) = page.by_class("verdict")
         assert verdict["class"] == "verdict open", key
         assert name in page.text.split("of the profile:")[1].split("schedules of the same")[0], key
+        if key in ("cost", "layers", "ops", "extrapolated"):  # one part records them all
+            assert page.text.count("the clock ran out") == 1, key
 
 
 def test_a_report_with_nothing_in_it_is_all_not_run() -> None:
@@ -236,14 +249,32 @@ def test_missing_pieces_are_named(full: dict[str, Any], place: tuple[Any, ...], 
 
 
 def test_the_reason_for_a_skip_is_shown(full: dict[str, Any]) -> None:
-    full["two_gpus"] = [{"name": "expert parallel 2", "reason": "the machine has one GPU"}]
+    reason = "this machine has one GPU"
+    for numbers in ({}, {"tokens_compared": 0, "tokens_different": 0}):
+        full["two_gpus"] = [{"name": "expert parallel 2", "reason": reason, **numbers}]
+        page = _page(full)
+        assert page.text.count(reason) == 1
+        assert page.by_class("verdict")[0]["class"] == "verdict open"
+
+
+def test_edits_that_are_not_ready_and_quick_tests_are_no_full_success(full: dict[str, Any]) -> None:
+    full["assumed_ready"] = ["vllm.some.module:Unfinished.method"]
     page = _page(full)
-    assert page.text.count("the machine has one GPU") == 1
     assert page.by_class("verdict")[0]["class"] == "verdict open"
+    assert "though their packages refuse them as not ready: 1." in page.text
+    assert "vllm.some.module:Unfinished.method" in page.text
+    quick = {key: full[key] for key in ("profile", "attestations", "failures")} | {
+        "quick": True,
+        "runs": full["runs"][:1],
+    }
+    page = _page(quick)
+    assert page.by_class("verdict")[0]["class"] == "verdict good"
+    assert "The quick test: one engine against its own recomputation, and nothing else" in page.text
+    assert "of this repository: profile h200: 0 of 2,496 compared tokens different" in page.text
 
 
 @pytest.mark.parametrize(
-    "place", [("runs", 4), ("actors", 0), ("reload",), ("two_gpus", 2)], ids=lambda place: str(place[0])
+    "place", [("runs", 4), ("actors", 0), ("reload", "steps", 1), ("two_gpus", 2)], ids=lambda place: str(place[0])
 )
 def test_differences_are_red_and_counted(full: dict[str, Any], place: tuple[Any, ...]) -> None:
     row: Any = full
@@ -289,11 +320,13 @@ def test_cost_above_the_goal_is_red(full: dict[str, Any]) -> None:
     assert page.by_class("verdict")[0]["class"] == "verdict good"  # slow is not unequal
 
 
-def test_different_attestations_are_red(full: dict[str, Any]) -> None:
-    full["attestations"]["preempted"] = _attestation("ef" * 32)
+def test_other_libraries_in_one_part_are_red(full: dict[str, Any]) -> None:
     page = _page(full)
-    assert "2 different ones" in page.text
-    assert "ef" * 32 in page.text
+    assert "cd" * 32 in page.text  # stock differs on purpose
+    full["attestations"]["preempted"]["native"]["ds4_bi"]["sha256"] = "9" * 64
+    page = _page(full)
+    assert f"2 different ones: {'d' * 64}, {'9' * 64}" in page.text
+    assert page.by_class("bad-text")
 
 
 def test_the_previews_lists_are_there_and_stay_not_run(full: dict[str, Any]) -> None:
