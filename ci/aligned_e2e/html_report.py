@@ -8,64 +8,42 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
 
 from .html_markup import NOT_RUN, Column, Markup, bar, join, pairs, table, tag, value_or_not_run
 from .report import ReportError
+from .report_view import (
+    COUNTERS,
+    PART_OF,
+    PARTS,
+    Compared,
+    Record,
+    at,
+    comparisons,
+    empty_counters,
+    flat,
+    items,
+    load_report,
+    mapping,
+    missing_parts,
+    number,
+    off_equal,
+    problems_of,
+    reasons,
+    rows_of,
+    text,
+)
 
-__all__ = ["load_report", "main", "render"]
+__all__ = ["GOAL_PERCENT", "main", "render"]
 
 GOAL_PERCENT = 5.0
 """How much slower than stock vLLM aligned mode may be."""
 
 _STYLE = pathlib.Path(__file__).with_name("html_report.css")
-_Record = Mapping[str, Any]
 
-_COUNTERS = {
-    "preemptions": "requests preempted and recomputed",
-    "cached_tokens": "prompt tokens taken from the prefix cache",
-    "prefill_splits": "prompts cut into chunks",
-    "graph_full": "replays of full CUDA graphs",
-    "graph_piecewise": "replays of piecewise CUDA graphs",
-    "graph_none": "steps without a graph",
-    "tokens_past_top_k": "tokens past the top-k threshold",
-}
-_PARTS = {
-    "runs": "rollout schedules",
-    "actors": "actors",
-    "reload": "weight reload",
-    "two_gpus": "two GPUs: expert parallelism, an idle rank",
-    "sabotages": "faults on purpose",
-    "off": "flag unset: logits of an install without us",
-    "coverage": "coverage of the run",
-    "stock": "stock vLLM on the same requests",
-    "cost": "tokens per second against stock",
-    "layers": "GPU time by layer type",
-    "ops": "GPU time by op",
-    "extrapolated": "GPU time extrapolated to 43 layers",
-    "failures": "the list of failures",
-}
-_CPU_PARTS = {
-    "schedules": "rollout schedules",
-    "reload": "weight reload",
-    "coverage": "coverage of the run",
-    "sabotages": "faults on purpose",
-    "oracle": "comparison with transformers",
-    "failures": "the list of failures",
-}
-_ACTORS = {
-    "a": "actor (a): prompt logprobs of the finished sequences in another engine, with another budget",
-    "b": "actor (b): the model's modules called on packed sequences, without an engine, as a trainer does",
-}
-_QUICK_PARTS = {"runs": "an engine against its own recomputation", "failures": "the list of failures"}
-_PART_OF = {"layers": "cost", "ops": "cost", "extrapolated": "cost"}  # what of a report's list of parts these belong to
-_NOTHING = "no record in this report"
 _ELSEWHERE = (
     ("companion verl run", "another project's recipe; nobody has run it with these packages"),
     ("64 GPUs", "needs a cluster"),
@@ -74,49 +52,7 @@ _ELSEWHERE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """One comparison, whatever the report calls it."""
-
-    kind: str
-    name: str
-    engine: str
-    compared: float | None
-    different: float | None
-    first: str | None = None
-    seconds: float | None = None
-    did: dict[str, Any] = field(default_factory=dict)
-    skipped: str | None = None
-
-    @property
-    def doing(self) -> _Record:
-        """What it did, and in how many seconds."""
-        return self.did | ({} if self.seconds is None else {"seconds": self.seconds})
-
-    @property
-    def state(self) -> str:
-        """``bad``: tokens differ, or none were compared; ``open``: it was not run."""
-        if self.compared is None or self.different is None or (self.skipped and not self.compared):
-            return "open"
-        return "good" if self.compared and not self.different else "bad"
-
-
-def load_report(path: pathlib.Path) -> dict[str, Any]:
-    """Read a report.
-
-    Raises:
-        ReportError: The file is missing, or is no report.
-    """
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
-        if not isinstance(report["profile"], str):
-            raise TypeError("its profile is no text")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ReportError(f"{path}: expected a report, got something else ({error}). Run the profile again.") from error
-    return dict(report)
-
-
-def render(report: _Record, *, source: str) -> str:
+def render(report: Record, *, source: str) -> str:
     """The page of a report.
 
     Args:
@@ -124,8 +60,8 @@ def render(report: _Record, *, source: str) -> str:
         source: What it was read from, for the footer.
     """
     cpu = report.get("profile") == "cpu"
-    compared = list(_compared(report))
-    missing = _missing(report, compared, cpu)
+    compared = list(comparisons(report))
+    missing = missing_parts(report, compared, cpu)
     sections = [
         ("compared", "What ran, and on what", _provenance(report)),
         ("difference", "Zero difference", _difference(report, compared)),
@@ -175,149 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"a number that is {constant}")
-
-
-def _at(record: object, *path: str) -> Any:
-    for key in path:
-        record = record.get(key) if isinstance(record, Mapping) else None
-    return record
-
-
-def _number(record: object, *path: str) -> float | None:
-    value = _at(record, *path)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
-
-
-def _text(record: object, *path: str) -> str | None:
-    value = _at(record, *path)
-    return None if value is None or isinstance(value, Mapping | list) else str(value)
-
-
-def _mapping(record: object, *path: str) -> _Record:
-    value = _at(record, *path)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _list(record: object, *path: str) -> list[Any]:
-    value = _at(record, *path)
-    return value if isinstance(value, list) else []
-
-
-def _rows(record: object, *path: str) -> list[_Record]:
-    return [row for row in _list(record, *path) if isinstance(row, Mapping)]
-
-
-def _flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(item, f"{name} {key}".strip())
-    elif isinstance(value, list) and value:
-        yield name, ", ".join(map(str, value))
-    else:
-        yield name, None if value in (None, []) else value
-
-
-def _compared(report: _Record) -> Iterator[_Compared]:
-    """Every comparison of a report, of profile ``cpu`` or of the others."""
-
-    def read(kind: str, name: str, row: _Record, engine: str = "") -> _Compared:
-        return _Compared(
-            kind=kind,
-            name=name,
-            engine=engine,
-            compared=_number(row, "tokens_compared"),
-            different=_number(row, "tokens_different"),
-            first=_text(row, "first_difference"),
-            seconds=_number(row, "seconds"),
-            did=dict(_mapping(row, "did") or _mapping(row, "plan")),
-            skipped=_text(row, "reason"),
-        )
-
-    for row in _rows(report, "schedules"):
-        yield read("rollout", _text(row, "name") or "unnamed", row, "reference model")
-    for row in _rows(report, "runs"):
-        yield read("rollout", _text(row, "schedule") or "unnamed", row, _text(row, "engine") or "unnamed")
-    for row in _rows(report, "actors"):
-        name = _text(row, "name") or "unnamed"
-        yield read("actor", _ACTORS.get(name, name), row)
-    steps = _rows(report, "reload", "comparisons") or _rows(report, "reload", "steps")
-    for row in steps:
-        yield read("reload", _text(row, "name") or "unnamed", row)
-    if not steps and _at(report, "reload", "tokens_compared") is not None:
-        yield read("reload", "new weights and the old ones again, graphs kept", _mapping(report, "reload"))
-    for row in _rows(report, "two_gpus"):
-        yield read("two GPUs", _text(row, "name") or "unnamed", row)
-
-
-def _missing(report: _Record, compared: Sequence[_Compared], cpu: bool) -> list[tuple[str, str]]:
-    """Parts of the profile that the report has nothing of, and why."""
-    parts = _CPU_PARTS if cpu else _QUICK_PARTS if report.get("quick") else _PARTS
-    said = _reasons(report)
-    missing = [
-        (name, said.get(_PART_OF.get(key, key)) or _NOTHING)
-        for key, name in parts.items()
-        if report.get(key) is None or (report[key] in ([], {}) and key != "failures")
-    ]
-    if _rows(report, "actors"):
-        there = {c.name for c in compared if c.kind == "actor"}
-        missing += [(name, _NOTHING) for name in _ACTORS.values() if name not in there]
-    missing += [(f"{c.kind}: {c.name}", c.skipped or _NOTHING) for c in compared if c.state == "open"]
-    if not cpu and report.get("coverage"):
-        absent = [text for key, text in _COUNTERS.items() if _number(report, "coverage", key) is None]
-        missing += [(f"coverage: {text}", _NOTHING) for text in absent]
-    return missing
-
-
-def _reasons(report: _Record) -> dict[str, str | None]:
-    """What the report itself says was not run, and why."""
-    return {_text(row, "what") or "unnamed": _text(row, "why") for row in _rows(report, "not_run")}
-
-
-def _problems(report: _Record, compared: Sequence[_Compared]) -> list[str]:
-    """What the rows say against the run, whether or not the report lists it as a failure."""
-    found = [
-        f"{c.name}: {c.different:,} of {c.compared:,} tokens differ" if c.different else f"{c.name}: nothing compared"
-        for c in compared
-        if c.state == "bad"
-    ]
-    counted = sum(c.different or 0 for c in compared)
-    claimed = _number(report, "tokens_different")
-    if claimed is not None and claimed > counted:
-        found.append(f"the report counts {claimed:,} different tokens, its rows {counted:,}")
-    found += [
-        f"fault not caught: {_text(row, 'name')}" for row in _rows(report, "sabotages") if row.get("caught") is not True
-    ]
-    if _off_equal(report) is False:
-        found.append("with the flag unset, logits differ from those of an install without us")
-    if _number(report, "reload", "addresses_moved"):
-        found.append(f"reload: {_number(report, 'reload', 'addresses_moved'):,} tensors moved")
-    found += [f"vacuous: {name} is {value}" for name, value in _empty_counters(report)]
-    return found
-
-
-def _empty_counters(report: _Record) -> list[tuple[str, object]]:
-    return [(key, value) for key, value in _mapping(report, "coverage").items() if value in (0, False)]
-
-
-def _off_equal(report: _Record) -> bool | None:
-    equal, compared = _at(report, "off", "equal"), _number(report, "off", "compared")
-    if equal is None or not compared:
-        return None
-    return equal if isinstance(equal, bool) else equal == compared
-
-
 # --- top of the page --------------------------------------------------------------------------------------------------
 
 
-def _verdict(report: _Record, compared: Sequence[_Compared], missing: Sequence[tuple[str, str]]) -> Markup:
+def _verdict(report: Record, compared: Sequence[Compared], missing: Sequence[tuple[str, str]]) -> Markup:
     total, different = sum(c.compared or 0 for c in compared), sum(c.different or 0 for c in compared)
-    problems = [str(failure) for failure in _list(report, "failures")] or _problems(report, compared)
-    assumed = _list(report, "assumed_ready")
+    problems = [str(failure) for failure in items(report, "failures")] or problems_of(report, compared)
+    assumed = items(report, "assumed_ready")
     state = "bad" if problems or different or not total else "open" if missing or assumed else "good"
     headline = f"{different:,} of {total:,} compared tokens different" if total else "Nothing was compared"
     if state == "bad":
@@ -344,14 +144,14 @@ def _tile(value: object, what: str, state: str | None = None) -> Markup:
     return tag("div", tag("b", value), tag("span", what, class_="what"), class_=f"tile {state or ''}".strip())
 
 
-def _tiles(report: _Record, compared: Sequence[_Compared]) -> Markup:
+def _tiles(report: Record, compared: Sequence[Compared]) -> Markup:
     rollout = [c for c in compared if c.kind == "rollout"]
-    faults = _rows(report, "sabotages")
+    faults = rows_of(report, "sabotages")
     caught = sum(row.get("caught") is True for row in faults)
-    slowest = max((x for row in _rows(report, "cost") if (x := _number(row, "overhead_percent")) is not None),
+    slowest = max((x for row in rows_of(report, "cost") if (x := number(row, "overhead_percent")) is not None),
                   default=None)  # fmt: skip
     share = _stock_share(report)
-    schedules = len(rollout) + bool(_mapping(report, "reference"))  # which is not compared with itself
+    schedules = len(rollout) + bool(mapping(report, "reference"))  # which is not compared with itself
     tiles = [
         _tile(schedules if rollout else NOT_RUN, "schedules of the same requests"),
         _tile(len({c.engine for c in rollout}) if rollout else NOT_RUN, "engines that served them"),
@@ -370,13 +170,13 @@ def _tiles(report: _Record, compared: Sequence[_Compared]) -> Markup:
 # --- sections ---------------------------------------------------------------------------------------------------------
 
 
-def _provenance(report: _Record) -> Markup:
+def _provenance(report: Record) -> Markup:
     first = [
-        ("profile", _text(report, "profile")),
-        ("date", _text(report, "date")),
-        *_flat(report.get("gpu"), "GPU"),
+        ("profile", text(report, "profile")),
+        ("date", text(report, "date")),
+        *flat(report.get("gpu"), "GPU"),
     ]
-    versions = _mapping(report, "versions") or {**_mapping(report, "packages"), **_mapping(report, "environment")}
+    versions = mapping(report, "versions") or {**mapping(report, "packages"), **mapping(report, "environment")}
     attestations = dict(_attestations(report))
     record = next((r for r in attestations.values() if r.get("aligned")), next(iter(attestations.values()), {}))
     return join([
@@ -384,15 +184,15 @@ def _provenance(report: _Record) -> Markup:
             "bits of the logprobs and digests of the logits of the whole vocabulary.", class_="lead"),
         pairs(first),
         tag("h3", "Versions"),
-        pairs(_flat(versions)) if versions else tag("p", NOT_RUN),
+        pairs(flat(versions)) if versions else tag("p", NOT_RUN),
         tag("h3", "Attestation"),
-        pairs([("digest", _hash(_text(record, "digest"))), ("architecture", _text(record, "arch")),
-               ("scale format", _text(record, "scale_format")), *_libraries(attestations.values())]),
+        pairs([("digest", _hash(text(record, "digest"))), ("architecture", text(record, "arch")),
+               ("scale format", text(record, "scale_format")), *_libraries(attestations.values())]),
         _details("Attestation by part", _attested(attestations)) if len(attestations) > 1 else None,
-        _details("Whole attestation", pairs(_flat(record))) if record else None,
+        _details("Whole attestation", pairs(flat(record))) if record else None,
         _details("Edits that were run though not ready", tag("ul", *(tag("li", tag("code", t)) for t in assumed)))
-        if (assumed := _list(report, "assumed_ready")) else None,
-        _details("Model", pairs(_flat(report.get("model")))) if report.get("model") else None,
+        if (assumed := items(report, "assumed_ready")) else None,
+        _details("Model", pairs(flat(report.get("model")))) if report.get("model") else None,
         _commands(report),
     ])  # fmt: skip
 
@@ -401,53 +201,53 @@ def _hash(digest: str | None) -> Markup:
     return NOT_RUN if digest is None else tag("code", digest)
 
 
-def _libraries(attestations: Iterable[_Record]) -> Iterator[tuple[str, Markup]]:
+def _libraries(attestations: Iterable[Record]) -> Iterator[tuple[str, Markup]]:
     """The libraries that were attested; all parts must have used the same ones."""
     digests: dict[str, dict[str | None, None]] = {}
     for record in attestations:
-        for name, library in _mapping(record, "native").items():
-            digests.setdefault(str(name), {})[_text(library, "sha256")] = None
+        for name, library in mapping(record, "native").items():
+            digests.setdefault(str(name), {})[text(library, "sha256")] = None
     for name, found in digests.items():
         several = f"{len(found)} different ones: {', '.join(map(str, found))}"
         yield f"{name} library", tag("span", several, class_="bad-text") if len(found) > 1 else _hash(next(iter(found)))
 
 
-def _attested(attestations: _Record) -> Markup:
+def _attested(attestations: Record) -> Markup:
     columns = (Column("part"), Column("aligned"), Column("packages with active hooks"), Column("digest"))
     lead = tag("p", "Parts without hooks, or over another transport, differ on purpose.", class_="lead")
     rows = []
     for name, record in attestations.items():
-        hooks = len(_mapping(record, "hooks")) if "hooks" in record else None
-        cells = (value_or_not_run(record.get("aligned")), value_or_not_run(hooks), _hash(_text(record, "digest")))
+        hooks = len(mapping(record, "hooks")) if "hooks" in record else None
+        cells = (value_or_not_run(record.get("aligned")), value_or_not_run(hooks), _hash(text(record, "digest")))
         rows.append((None, (name, *cells)))
     return join([lead, table(columns, rows)])
 
 
-def _attestations(report: _Record) -> Iterator[tuple[str, _Record]]:
+def _attestations(report: Record) -> Iterator[tuple[str, Record]]:
     """Attestations by part; of each at least its digest."""
-    if _mapping(report, "attestation"):
-        yield "run", _mapping(report, "attestation")
-    for name, value in _mapping(report, "attestations").items() or enumerate(_list(report, "attestations"), 1):
+    if mapping(report, "attestation"):
+        yield "run", mapping(report, "attestation")
+    for name, value in mapping(report, "attestations").items() or enumerate(items(report, "attestations"), 1):
         if isinstance(value, Mapping):
             yield str(value.get("part", name)), value
         elif value is not None:
             yield str(name), {"digest": value}
 
 
-def _commands(report: _Record) -> Markup | None:
-    parts = _rows(report, "parts")
+def _commands(report: Record) -> Markup | None:
+    parts = rows_of(report, "parts")
     if not parts:
         return None
     columns = (Column("part"), Column("seconds", number=True), Column("command"))
     rows = [
-        (None, (value_or_not_run(_text(p, "part")), value_or_not_run(_number(p, "seconds")),
+        (None, (value_or_not_run(text(p, "part")), value_or_not_run(number(p, "seconds")),
                 tag("code", _command(p)) if p.get("command") else NOT_RUN))
         for p in parts
     ]  # fmt: skip
     return _details("Commands", table(columns, rows))
 
 
-def _command(part: _Record) -> str:
+def _command(part: Record) -> str:
     command = part["command"]
     return " ".join(map(str, command)) if isinstance(command, list) else str(command)
 
@@ -456,18 +256,18 @@ def _details(summary: str, body: Markup) -> Markup:
     return tag("details", tag("summary", summary), body)
 
 
-def _count(c: _Compared) -> Markup:
+def _count(c: Compared) -> Markup:
     if c.state == "open":
         return tag("span", NOT_RUN, class_="cell open")
     numbers = [f"{c.different:,} ", tag("small", f"of {c.compared:,}")]
     return tag("span", *numbers, class_=f"cell {c.state}")
 
 
-def _difference(report: _Record, compared: Sequence[_Compared]) -> Markup:
+def _difference(report: Record, compared: Sequence[Compared]) -> Markup:
     rollout = [c for c in compared if c.kind == "rollout"]
     cells = {(c.name, c.engine): _count(c) for c in rollout}
-    if (first := _mapping(report, "reference")) and rollout:
-        place = (_text(first, "schedule") or "unnamed", _text(first, "engine") or "unnamed")
+    if (first := mapping(report, "reference")) and rollout:
+        place = (text(first, "schedule") or "unnamed", text(first, "engine") or "unnamed")
         cells = {place: tag("span", "reference", class_="cell")} | cells
     engines = list(dict.fromkeys(engine for _, engine in cells))
     names = dict.fromkeys(name for name, _ in cells)
@@ -479,7 +279,7 @@ def _difference(report: _Record, compared: Sequence[_Compared]) -> Markup:
     counted = tag("strong", f"{different:,} of {total:,}", class_="bad-text" if different else "good-text")
     lead = join(["Different tokens, by schedule and engine; in all ", counted if total else NOT_RUN, "."])
     firsts = [(c.name, c.first) for c in compared if c.different]
-    did = [(c.name, ", ".join(f"{key} {value}" for key, value in _flat(c.doing))) for c in rollout if c.doing]
+    did = [(c.name, ", ".join(f"{key} {value}" for key, value in flat(c.doing))) for c in rollout if c.doing]
     return join([
         tag("p", lead, class_="lead"),
         table((Column("schedule"), *map(Column, engines)), rows, class_="matrix") if rows else tag("p", NOT_RUN),
@@ -492,38 +292,38 @@ def _difference(report: _Record, compared: Sequence[_Compared]) -> Markup:
     ])  # fmt: skip
 
 
-def _coverage(report: _Record, cpu: bool) -> Markup:
-    coverage = _mapping(report, "coverage")
-    names = [*coverage] if cpu else [*_COUNTERS, *(key for key in coverage if key not in _COUNTERS)]
-    empty = {key for key, _ in _empty_counters(report)}
+def _coverage(report: Record, cpu: bool) -> Markup:
+    coverage = mapping(report, "coverage")
+    names = [*coverage] if cpu else [*COUNTERS, *(key for key in coverage if key not in COUNTERS)]
+    empty = {key for key, _ in empty_counters(report)}
     tiles = [
-        _tile(value_or_not_run(coverage.get(key)), _COUNTERS.get(key, key.replace("_", " ")),
+        _tile(value_or_not_run(coverage.get(key)), COUNTERS.get(key, key.replace("_", " ")),
               "bad" if key in empty else None)
         for key in names
     ]  # fmt: skip
     lead = "A run in which one of these is zero shows nothing, and fails."
     if not cpu:
-        equal = _off_equal(report)
+        equal = off_equal(report)
         tiles.append(_tile(value_or_not_run(equal), "flag unset: logits of an install without us",
                            None if equal is None else "good" if equal else "bad"))  # fmt: skip
     return join([tag("p", lead, class_="lead"), tag("div", *tiles, class_="tiles") if tiles else tag("p", NOT_RUN)])
 
 
-def _stock_share(report: _Record) -> float | None:
-    tokens, different = _number(report, "stock", "tokens"), _number(report, "stock", "tokens_different")
+def _stock_share(report: Record) -> float | None:
+    tokens, different = number(report, "stock", "tokens"), number(report, "stock", "tokens_different")
     return None if not tokens or different is None else 100 * different / tokens
 
 
-def _stock(report: _Record) -> Markup:
+def _stock(report: Record) -> Markup:
     places = [
         (str(place[0]), str(place[1]), float(place[2]))
-        for place in _list(report, "stock", "divergence")
+        for place in items(report, "stock", "divergence")
         if isinstance(place, list) and len(place) == 3 and isinstance(place[2], int | float)
     ]
-    largest = value_or_not_run(_number(report, "stock", "max_abs_logprob_diff"), "{:.3g} nat")
+    largest = value_or_not_run(number(report, "stock", "max_abs_logprob_diff"), "{:.3g} nat")
     facts = pairs([
-        ("tokens compared", _number(report, "stock", "tokens")),
-        ("different", _number(report, "stock", "tokens_different")),
+        ("tokens compared", number(report, "stock", "tokens")),
+        ("different", number(report, "stock", "tokens_different")),
         ("share", value_or_not_run(_stock_share(report), "{:.1f} %")),
         ("largest difference of a logprob", largest),
     ])  # fmt: skip
@@ -560,9 +360,9 @@ def _heat_cell(share: float, most: float) -> Markup:
     return tag("td", tag("svg", ground, colour, aria_hidden="true"), tag("span", number), class_=class_)
 
 
-def _cost(report: _Record) -> Markup:
-    cost = _rows(report, "cost")
-    overheads = [x for row in cost if (x := _number(row, "overhead_percent")) is not None]
+def _cost(report: Record) -> Markup:
+    cost = rows_of(report, "cost")
+    overheads = [x for row in cost if (x := number(row, "overhead_percent")) is not None]
     above = sum(x > GOAL_PERCENT for x in overheads)
     summary = tag("span", f"{above} of {len(overheads)} workloads are more than {GOAL_PERCENT:g} % slower.",
                   class_="bad-text" if above else "good-text") if overheads else None  # fmt: skip
@@ -572,20 +372,20 @@ def _cost(report: _Record) -> Markup:
         _workloads(cost, overheads) if cost else tag("p", NOT_RUN),
         tag("h3", "GPU time by layer type", tag("span", "stock", class_="key stock"),
             tag("span", "aligned", class_="key ours")),
-        _paired(_rows(report, "layers")) if _rows(report, "layers") else tag("p", NOT_RUN),
+        _paired(rows_of(report, "layers")) if rows_of(report, "layers") else tag("p", NOT_RUN),
         tag("h3", "Extrapolated to the whole model"),
         pairs([
-            ("layers", _number(report, "extrapolated", "layers")),
-            ("stock", value_or_not_run(_number(report, "extrapolated", "stock_us"), "{:,.0f} µs")),
-            ("aligned", value_or_not_run(_number(report, "extrapolated", "aligned_us"), "{:,.0f} µs")),
-            ("slower by", value_or_not_run(_number(report, "extrapolated", "overhead_percent"), "{:+.1f} %")),
+            ("layers", number(report, "extrapolated", "layers")),
+            ("stock", value_or_not_run(number(report, "extrapolated", "stock_us"), "{:,.0f} µs")),
+            ("aligned", value_or_not_run(number(report, "extrapolated", "aligned_us"), "{:,.0f} µs")),
+            ("slower by", value_or_not_run(number(report, "extrapolated", "overhead_percent"), "{:+.1f} %")),
         ]),
         tag("h3", "What each op adds or saves, all its calls in one step"),
-        _op_table(_rows(report, "ops")) if _rows(report, "ops") else tag("p", NOT_RUN),
+        _op_table(rows_of(report, "ops")) if rows_of(report, "ops") else tag("p", NOT_RUN),
     ])  # fmt: skip
 
 
-def _workloads(cost: Sequence[_Record], overheads: Sequence[float]) -> Markup:
+def _workloads(cost: Sequence[Record], overheads: Sequence[float]) -> Markup:
     low = min([*overheads, 0.0]) * 1.1
     high = max([*overheads, GOAL_PERCENT]) * 1.1
     columns = (Column("workload"), Column("batch", number=True), Column("stock tok/s", number=True),
@@ -593,45 +393,45 @@ def _workloads(cost: Sequence[_Record], overheads: Sequence[float]) -> Markup:
                Column("stock's experts"))  # fmt: skip
     rows = []
     for row in cost:
-        overhead = _number(row, "overhead_percent")
+        overhead = number(row, "overhead_percent")
         state = None if overhead is None else "good" if overhead <= GOAL_PERCENT else "bad"
-        name = value_or_not_run(_text(row, "workload"))
+        name = value_or_not_run(text(row, "workload"))
         said = value_or_not_run(overhead, "{:+.1f} %")
         cells = (
-            name, value_or_not_run(_number(row, "batch")), value_or_not_run(_number(row, "stock_tok_s"), "{:,.0f}"),
-            value_or_not_run(_number(row, "aligned_tok_s"), "{:,.0f}"),
+            name, value_or_not_run(number(row, "batch")), value_or_not_run(number(row, "stock_tok_s"), "{:,.0f}"),
+            value_or_not_run(number(row, "aligned_tok_s"), "{:,.0f}"),
             tag("span", said, class_="bad-text") if state == "bad" else said,
             None if overhead is None or state is None else
             bar(overhead, low, high, class_=state, label=f"{overhead:+.1f} %", marks={"goal": GOAL_PERCENT}),
-            value_or_not_run(_text(row, "stock_baseline")),
+            value_or_not_run(text(row, "stock_baseline")),
         )  # fmt: skip
         rows.append((None, cells))
     return table(columns, rows)
 
 
-def _paired(layers: Sequence[_Record]) -> Markup:
-    times = [x for row in layers for key in ("stock_us", "aligned_us") if (x := _number(row, key)) is not None]
+def _paired(layers: Sequence[Record]) -> Markup:
+    times = [x for row in layers for key in ("stock_us", "aligned_us") if (x := number(row, key)) is not None]
     most = max([*times, 0.0]) or 1.0
     columns = (Column("layer type"), Column("stock µs", number=True), Column("aligned µs", number=True),
                Column("", wide=True))  # fmt: skip
     rows = []
     for row in layers:
-        stock, aligned = _number(row, "stock_us"), _number(row, "aligned_us")
+        stock, aligned = number(row, "stock_us"), number(row, "aligned_us")
         bars = [
             bar(x, 0.0, most, class_=class_, label=f"{x:,.1f} µs")
             for x, class_ in ((stock, "stock"), (aligned, "ours"))
             if x is not None
         ]
-        name = value_or_not_run(_text(row, "layer_type"))
+        name = value_or_not_run(text(row, "layer_type"))
         rows.append(
             (None, (name, value_or_not_run(stock, "{:,.1f}"), value_or_not_run(aligned, "{:,.1f}"), join(bars)))
         )
     return table(columns, rows)
 
 
-def _op_table(ops: Sequence[_Record]) -> Markup:
-    def adds(row: _Record) -> float | None:
-        stock, aligned = (_number(row, key) for key in ("stock_us", "aligned_us"))
+def _op_table(ops: Sequence[Record]) -> Markup:
+    def adds(row: Record) -> float | None:
+        stock, aligned = (number(row, key) for key in ("stock_us", "aligned_us"))
         return None if stock is None or aligned is None else aligned - stock
 
     added = [x for row in ops if (x := adds(row)) is not None]
@@ -645,10 +445,10 @@ def _op_table(ops: Sequence[_Record]) -> Markup:
         if more is not None and high > low:
             chart = bar(more, low, high, class_="more" if more > 0 else "less", label=f"{more:+,.1f} µs")
         cells = (
-            value_or_not_run(_text(row, "op")),
-            value_or_not_run(_number(row, "calls")),
-            value_or_not_run(_number(row, "stock_us"), "{:,.1f}"),
-            value_or_not_run(_number(row, "aligned_us"), "{:,.1f}"),
+            value_or_not_run(text(row, "op")),
+            value_or_not_run(number(row, "calls")),
+            value_or_not_run(number(row, "stock_us"), "{:,.1f}"),
+            value_or_not_run(number(row, "aligned_us"), "{:,.1f}"),
             value_or_not_run(more, "{:+,.1f}"),
             chart,
         )
@@ -656,8 +456,8 @@ def _op_table(ops: Sequence[_Record]) -> Markup:
     return table(columns, rows)
 
 
-def _sabotages(report: _Record, cpu: bool) -> Markup:
-    faults = _rows(report, "sabotages")
+def _sabotages(report: Record, cpu: bool) -> Markup:
+    faults = rows_of(report, "sabotages")
     lead = tag("p", "One fault at a time, on the rollout's side only; each must be caught in the way that was said "
                "beforehand, and located.", class_="lead")  # fmt: skip
     if not faults:
@@ -667,11 +467,11 @@ def _sabotages(report: _Record, cpu: bool) -> Markup:
                Column("caught"), Column("by"), Column("layer"), Column("op"))  # fmt: skip
     rows = []
     for row in faults:
-        caught, place = row.get("caught") is True, [_text(row, f"located_{part}") for part in ("layer", "op")]
-        by = _text(row, "by") or _text(row, "caught_by")
+        caught, place = row.get("caught") is True, [text(row, f"located_{part}") for part in ("layer", "op")]
+        by = text(row, "by") or text(row, "caught_by")
         rows.append((
             None if caught else "bad",
-            (value_or_not_run(_text(row, "name")), *(value_or_not_run(_text(row, key)) for key in told),
+            (value_or_not_run(text(row, "name")), *(value_or_not_run(text(row, key)) for key in told),
              "yes" if caught else tag("span", "no", class_="bad-text"), by or "nobody",
              # A fault that changes no bits has no place.
              *(value_or_not_run(x) if by == "bits" else x for x in place)),
@@ -679,18 +479,16 @@ def _sabotages(report: _Record, cpu: bool) -> Markup:
     return join([lead, table(columns, rows)])
 
 
-def _oracle(report: _Record) -> Markup:
+def _oracle(report: Record) -> Markup:
     lead = tag("p", "transformers' own DeepSeek-V4 with the same weights: rollout and actor share one model and would "
                "share a mistake in it.", class_="lead")  # fmt: skip
     oracle = report.get("oracle")
-    return join(
-        [lead, pairs((name.replace("_", " "), x) for name, x in _flat(oracle)) if oracle else tag("p", NOT_RUN)]
-    )
+    return join([lead, pairs((name.replace("_", " "), x) for name, x in flat(oracle)) if oracle else tag("p", NOT_RUN)])
 
 
-def _not_run(report: _Record, missing: Sequence[tuple[str, str]]) -> Markup:
-    taken = {_PART_OF.get(key, key) for key, name in _PARTS.items() if name in dict(missing)}
-    said = {what: why for what, why in _reasons(report).items() if what not in taken}
+def _not_run(report: Record, missing: Sequence[tuple[str, str]]) -> Markup:
+    taken = {PART_OF.get(key, key) for key, name in PARTS.items() if name in dict(missing)}
+    said = {what: why for what, why in reasons(report).items() if what not in taken}
     rows = [(None, (what, why or "no reason given")) for what, why in (dict(_ELSEWHERE) | dict(missing) | said).items()]
     return table((Column("what"), Column("why")), rows)
 
@@ -698,13 +496,13 @@ def _not_run(report: _Record, missing: Sequence[tuple[str, str]]) -> Markup:
 # --- the preview's lists ----------------------------------------------------------------------------------------------
 
 
-def _preview(report: _Record, compared: Sequence[_Compared], cpu: bool) -> Markup:
+def _preview(report: Record, compared: Sequence[Compared], cpu: bool) -> Markup:
     """The preview's own two lists, word for word, with what this report can say to each point."""
-    suites = {str(row.get("package")): row for row in _rows(report, "suites")}
+    suites = {str(row.get("package")): row for row in rows_of(report, "suites")}
     total, different = sum(c.compared or 0 for c in compared), sum(c.different or 0 for c in compared)
     run = f"profile {report.get('profile')}: {different:,} of {total:,} compared tokens different"
     reload = [c for c in compared if c.kind == "reload"]
-    digests = sorted({str(d) for _, record in _attestations(report) if (d := _text(record, "digest"))})
+    digests = sorted({str(d) for _, record in _attestations(report) if (d := text(record, "digest"))})
 
     def suite(*packages: str) -> Markup:
         return join(
@@ -748,21 +546,21 @@ def _points(points: Sequence[tuple[str, object]]) -> Markup:
     return tag("ul", *(tag("li", point, tag("div", found)) for point, found in points), class_="plan")
 
 
-def _suite(row: _Record | None) -> Markup:
-    passed, failed = _number(row, "passed"), _number(row, "failed")
+def _suite(row: Record | None) -> Markup:
+    passed, failed = number(row, "passed"), number(row, "failed")
     if passed is None or failed is None:
         return NOT_RUN
     return tag("span", f"{passed:,} passed, {failed:,} failed", class_="bad-text" if failed or not passed else None)
 
 
-def _reloaded(c: _Compared) -> Markup:
+def _reloaded(c: Compared) -> Markup:
     return join([f"{c.name}, ", NOT_RUN if c.state == "open" else f"{c.different:,} of {c.compared:,} different", ". "])
 
 
-def _loaded(report: _Record) -> object:
+def _loaded(report: Record) -> object:
     """Whether the attested process had the four libraries loaded."""
-    native = next((found for _, record in _attestations(report) if (found := _mapping(record, "native"))), {})
-    loaded = [space for space, library in native.items() if _at(library, "loaded") is True]
+    native = next((found for _, record in _attestations(report) if (found := mapping(record, "native"))), {})
+    loaded = [space for space, library in native.items() if at(library, "loaded") is True]
     return f"{len(loaded)} loaded ({', '.join(loaded)})" if loaded else NOT_RUN
 
 

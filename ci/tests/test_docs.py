@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from aligned_e2e import readme_table
 from bi_kernels.runtime.anchors import load_plan
 from bi_kernels.runtime.packages import PACKAGES, resolve
 from bi_kernels.runtime.settings import SETTINGS, refusals
@@ -160,7 +161,7 @@ def test_aarch64_recipe_is_whole_and_says_that_it_was_not_run() -> None:
     assert "Not run so far" in workflow.read_text(encoding="utf-8")
     assert "bash ci/aarch64.sh" in text
     assert "run: bash ci/aarch64.sh" in workflow.read_text(encoding="utf-8")
-    for script in set(re.findall(r"ci/[\w/]+\.(?:sh|py)", text)) - {"ci/gpu/run_aligned_e2e.sh"}:
+    for script in set(re.findall(r"ci/[\w/]+\.(?:sh|py)", text)):
         assert (ROOT / script).is_file(), script
     assert subprocess.run(["bash", "-n", ROOT / "ci" / "aarch64.sh"], check=False).returncode == 0
 
@@ -171,3 +172,13 @@ def test_load_names_every_library_and_fails_unless_all_are_there() -> None:
     for package in PACKAGES:
         assert re.search(rf"^{package}: (loaded|refused), ", done.stdout, re.M), done.stderr
     assert done.returncode == int(": refused, " in done.stdout)
+
+
+def test_readme_has_the_table_of_the_committed_report() -> None:
+    assert readme_table.main(["--check"]) == 0, "run python -m aligned_e2e.readme_table"
+
+
+def test_readme_tells_a_trainer_what_works() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from aligned_e2e.html_markup import Column, bar, table, tag
-from aligned_e2e.html_report import load_report, main, render
+from aligned_e2e.html_report import main, render
+from aligned_e2e.readme_table import END, START, block, rewritten
 from aligned_e2e.report import ReportError
+from aligned_e2e.report_view import load_report
 
 # Numbers of no run: they have the shape of a report and are nobody's measurement.
 _SCHEDULES = (
@@ -373,6 +375,27 @@ def test_command_line(full: dict[str, Any], tmp_path: pathlib.Path, capsys: pyte
         assert main([str(report), str(page)]) == 2
     assert "expected a report" in capsys.readouterr().err
     assert main([str(tmp_path / "absent.json"), str(page)]) == 2
+
+
+def test_readme_table_counts_and_names_what_is_missing(full: dict[str, Any]) -> None:
+    assert "| schedules of the same requests | 8 | 19,968 | 0 |" in block(full)
+    assert "| decode | 32 | 3,200 | 3,065 | +4.4 % |" in block(full)
+    assert "Faults on purpose caught: 7 of 7; failures: 0." in block(full)
+    full["runs"][2]["tokens_different"] = 5
+    full["two_gpus"][0] = {
+        "name": "expert parallel 2",
+        "tokens_compared": 0,
+        "tokens_different": 0,
+        "reason": "one GPU",
+    }
+    assert "| schedules of the same requests | 8 | 19,968 | 5 |" in block(full)
+    assert "| two GPUs | 2 of 3 | 2,496 | 0 |" in block(full)
+    empty = block({"profile": "h200"})
+    assert empty.count("not run") == 9
+    for report in (None, full, {"profile": "h200"}):
+        readme = rewritten(f"before\n{START}old\n{END}after\n", report)
+        assert readme == f"before\n{START}\n{block(report)}\n{END}after\n"
+        assert rewritten(readme, report) == readme
 
 
 @pytest.mark.parametrize("odd", [None, "text", -1.5, True, [1], {"a": 1}, [["a", "b", 0.0], {"a": [None]}]], ids=repr)
