@@ -1,7 +1,7 @@
 """A real vLLM 0.26 engine with captured graphs: A, B, A, B with the bits of a cold start and no address moved.
 
-The roles of ``reload_engine.py`` run in processes of their own, at once. ``BI_RELOAD_A`` and ``BI_RELOAD_B`` name two
-generated checkpoints of one size and different seeds; ``BI_RELOAD_RECORDS`` a folder with records of an earlier run.
+The roles of ``reload_engine.py`` run in processes of their own, at once, on two generated checkpoints that differ in
+their seed; ``BI_RELOAD_RECORDS`` names a folder with records of an earlier run. Needs ``ci/`` on the import path.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     given = os.environ.get("BI_RELOAD_RECORDS")
     folder = Path(given) if given else tmp_path_factory.mktemp("records")
     if not given:
+        from aligned_e2e.vllm_checkpoint import SIZES, write_checkpoint
+
+        for name, seed in (("a", 1), ("b", 2)):
+            write_checkpoint(folder / name, SIZES["tiny"], seed=seed, device="cuda")
         running = []
         for role in ("warm", "cold", "stock"):
             command = [sys.executable, str(SCRIPT), role, "--output", str(folder / f"{role}.json")]
-            command += ["--a", os.environ["BI_RELOAD_A"], "--b", os.environ["BI_RELOAD_B"]]
+            command += ["--a", str(folder / "a"), "--b", str(folder / "b")]
             with (folder / f"{role}.log").open("w") as log:
                 environment = os.environ | ENVIRONMENT
                 running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))

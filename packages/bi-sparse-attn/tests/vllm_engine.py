@@ -109,6 +109,7 @@ class Engine:
             max_model_len=MAX_MODEL_LEN,
             max_num_batched_tokens=1024,
             max_num_seqs=64,
+            gpu_memory_utilization=0.25,  # checked at start, though the next line decides
             kv_cache_memory_bytes=8 << 30,
             enable_prefix_caching=False,
             async_scheduling=False,

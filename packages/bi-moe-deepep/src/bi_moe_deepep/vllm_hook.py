@@ -19,8 +19,8 @@ _KERNEL = f"{_MOE}.modular_kernel:FusedMoEKernelModularImpl"
 _DEEP_GEMM = "vllm.utils.deep_gemm"
 _PREVIEW = "https://github.com/vllm-project/vllm/pull/54955"
 
-_RUN = "its run inside vLLM on a Hopper GPU (ci/gpu/run_bi_moe_deepep_vllm.sh vllm)"
-_TWO_GPUS = "its run on two Hopper GPUs (ci/gpu/run_bi_moe_deepep_vllm.sh dispatch), then in two vLLM engines"
+_RUN = "its run inside vLLM on a Hopper GPU (ci/gpu/run_vllm.sh bi-moe-deepep tests)"
+_TWO_GPUS = "its run on two Hopper GPUs (ci/gpu/run_vllm.sh bi-moe-deepep dispatch), then in two vLLM engines"
 
 
 def _tensor_parallel(config: Any) -> str | None:

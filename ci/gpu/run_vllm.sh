@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Prove the hooks of a package inside vLLM 0.26 on a GPU host, or time them there. No network, no nox.
+#
+#   ci/gpu/run_vllm.sh PACKAGE tests|bench|dispatch WHEEL...      results go to $OUT (default build/gpu)
+#
+# tests     every kernel once, then the package's tests in vLLM's layers and engines: minutes on a machine without
+#           compile caches. $LIMIT: seconds for them (default 540)
+# bench     against vLLM's own kernels and reload; nothing else may use the GPU
+# dispatch  bi-moe-deepep on two GPUs of one host: NCCL, and DeepEP if its wheel is among WHEEL...
+#
+# WHEEL... are CUDA wheels of bi-kernels and PACKAGE; vLLM must be importable. Every step has a hard limit and a log.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+package=${1:?PACKAGE, e.g. bi-reload}
+stage=${2:?tests, bench or dispatch}
+shift 2
+OUT=$(realpath -m "${OUT:-build/gpu}")
+mkdir -p "$OUT"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+python3 -m pip install -q --no-deps --no-index --no-compile --target "$work/site" "$@" || exit 1
+export PYTHONPATH="$work/site:$PWD/ci:$PWD/packages/bi-kernels/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
+export BI_PARTIAL=1 VLLM_BATCH_INVARIANT=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
+export VLLM_DEEP_GEMM_WARMUP=skip VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_BREAKABLE_CUDAGRAPH=1
+export NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 # multicast stays off
+tests=packages/$package/tests
+benchmarks=packages/$package/benchmarks
+pytest=(python3 -m pytest -p no:cacheprovider -p no:benchmark -v --tb=short --durations=10)
+status=0
+
+# step SECONDS LOG COMMAND...: stops a step that hangs, keeps what it printed, and goes on.
+step() {
+    local limit=$1 log=$OUT/$2
+    shift 2
+    echo "== $(date +%T) $*"
+    timeout --kill-after=5 "$limit" "$@" >>"$log" 2>&1
+    local code=$?
+    grep -E "PASSED|FAILED|ERROR|^E  |passed|failed|Timeout" "$log" | cut -c1-250 | tail -n 100
+    [ "$code" = 0 ] || { status=$code && tail -n 5 "$log" && echo "-- exit $code (124: over $limit s)"; }
+    return "$code"
+}
+
+# vLLM compiles a kernel for each shape, seconds each and one after another in one process; here they compile at once.
+compile_mhc() {
+    for hidden in 2048 4096 7168; do
+        for tokens in "1 8" "16 32" 128 1024 4096; do
+            for op in pre post head; do
+                # shellcheck disable=SC2086  # two numbers are two arguments
+                timeout 240 python3 "$benchmarks/bench_mhc_$op.py" --compile --hidden $hidden --tokens $tokens &
+            done
+        done
+    done >"$OUT/compile.txt" 2>&1
+    wait
+}
+
+case $package:$stage in
+*:tests)
+    step 90 smoke.txt "${pytest[@]}" -m gpu -o faulthandler_timeout=20 "$tests/test_sanitizer_cases.py" || exit 1
+    step "${LIMIT:-540}" tests.txt "${pytest[@]}" -m vllm -s -o faulthandler_timeout=120 "$tests"
+    ;;
+bi-sparse-attn:bench)
+    step 120 bench.txt python3 "$benchmarks/vllm_attention.py" --out "$OUT/vllm/h200.jsonl"
+    ;;
+bi-moe-deepep:bench)
+    step 120 bench.txt env -u VLLM_BATCH_INVARIANT python3 "$benchmarks/bench_vllm_layers.py" --out "$OUT/h200.jsonl"
+    ;;
+bi-reload:bench)
+    compile_mhc
+    for op in pre post head; do step 120 bench.txt python3 "$benchmarks/bench_mhc_$op.py" --out "$OUT/h200.jsonl"; done
+    step 120 bench.txt python3 -m aligned_e2e.vllm_checkpoint "$work/checkpoint" --size tiny --seed 2 --device cuda
+    step 300 bench.txt python3 "$benchmarks/bench_reload.py" --checkpoint "$work/checkpoint" --out "$OUT/h200.jsonl"
+    ;;
+bi-moe-deepep:dispatch)
+    step 150 dispatch.txt python3 "$benchmarks/bench_dispatch.py" --ranks 2 --out "$OUT/h200.jsonl"
+    ;;
+*)
+    echo "PACKAGE STAGE: $package has no $stage" >&2
+    exit 2
+    ;;
+esac
+exit $status
