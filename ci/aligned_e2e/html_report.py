@@ -178,7 +178,7 @@ def _provenance(report: Record) -> Markup:
     ]
     versions = mapping(report, "versions") or {**mapping(report, "packages"), **mapping(report, "environment")}
     attestations = dict(_attestations(report))
-    record = next((r for r in attestations.values() if r.get("aligned")), next(iter(attestations.values()), {}))
+    record = _attested_record(report)
     return join([
         tag("p", "The same requests, served in different ways, and recomputed by an actor. Compared are token ids, the "
             "bits of the logprobs and digests of the logits of the whole vocabulary.", class_="lead"),
@@ -199,6 +199,12 @@ def _provenance(report: Record) -> Markup:
 
 def _hash(digest: str | None) -> Markup:
     return NOT_RUN if digest is None else tag("code", digest)
+
+
+def _attested_record(report: Record) -> Record:
+    """The attestation that stands for the run: the first that says aligned, or the first."""
+    found = [record for _, record in _attestations(report)]
+    return next((record for record in found if record.get("aligned") is True), found[0] if found else {})
 
 
 def _libraries(attestations: Iterable[Record]) -> Iterator[tuple[str, Markup]]:
@@ -282,7 +288,7 @@ def _difference(report: Record, compared: Sequence[Compared]) -> Markup:
     did = [(c.name, ", ".join(f"{key} {value}" for key, value in flat(c.doing))) for c in rollout if c.doing]
     return join([
         tag("p", lead, class_="lead"),
-        table((Column("schedule"), *map(Column, engines)), rows, class_="matrix") if rows else tag("p", NOT_RUN),
+        table((Column("schedule"), *map(Column, engines)), rows, class_="matrix grid") if rows else tag("p", NOT_RUN),
         tag("h3", "Actors, reload, two GPUs"),
         table((Column("comparison"), Column("kind"), Column("different")), others, class_="matrix")
         if others else tag("p", NOT_RUN),
@@ -487,9 +493,11 @@ def _oracle(report: Record) -> Markup:
 
 
 def _not_run(report: Record, missing: Sequence[tuple[str, str]]) -> Markup:
-    taken = {PART_OF.get(key, key) for key, name in PARTS.items() if name in dict(missing)}
+    names = dict(missing)
+    taken = {PART_OF.get(key, key) for key, name in PARTS.items() if name in names}
+    taken |= {PART_OF[name] for name in names if name in PART_OF}
     said = {what: why for what, why in reasons(report).items() if what not in taken}
-    rows = [(None, (what, why or "no reason given")) for what, why in (dict(_ELSEWHERE) | dict(missing) | said).items()]
+    rows = [(None, (what, why or "no reason given")) for what, why in (dict(_ELSEWHERE) | names | said).items()]
     return table((Column("what"), Column("why")), rows)
 
 
@@ -502,7 +510,7 @@ def _preview(report: Record, compared: Sequence[Compared], cpu: bool) -> Markup:
     total, different = sum(c.compared or 0 for c in compared), sum(c.different or 0 for c in compared)
     run = f"profile {report.get('profile')}: {different:,} of {total:,} compared tokens different"
     reload = [c for c in compared if c.kind == "reload"]
-    digests = sorted({str(d) for _, record in _attestations(report) if (d := text(record, "digest"))})
+    record = _attested_record(report)
 
     def suite(*packages: str) -> Markup:
         return join(
@@ -523,13 +531,13 @@ def _preview(report: Record, compared: Sequence[Compared], cpu: bool) -> Markup:
         ("Run MHC graph/refit and layerwise reload tests.",
          join([suite("bi-reload"), "; reload in this run: ", *(map(_reloaded, reload) if reload else [NOT_RUN])])),
         ("Load both custom libraries on x86_64 and arm64 images.",
-         join(["here four libraries; x86_64: ", _loaded(report), "; arm64: ", NOT_RUN])),
+         join(["here four libraries; ", _loaded(report, record), "; arm64: ", NOT_RUN])),
         ("Run the companion verl quick_alignment_test, H100 aligned profile, and GB200 aligned profile.",
          join(["verl: ", NOT_RUN, "; H100: ", profile("h100"), "; H200: ", profile("h200"), "; GB200: ",
                profile("gb200")])),
     )  # fmt: skip
     results = (
-        ("image digest", join(["no image; attestation ", tag("code", ", ".join(digests)) if digests else NOT_RUN])),
+        ("image digest", join(["no image; attestation ", _hash(text(record, "digest"))])),
         ("verl recipe PR", NOT_RUN),
         ("quick alignment test", join(["verl's: ", NOT_RUN, "; of this repository: ",
                                        run if report.get("quick") and total else NOT_RUN])),
@@ -557,11 +565,11 @@ def _reloaded(c: Compared) -> Markup:
     return join([f"{c.name}, ", NOT_RUN if c.state == "open" else f"{c.different:,} of {c.compared:,} different", ". "])
 
 
-def _loaded(report: Record) -> object:
-    """Whether the attested process had the four libraries loaded."""
-    native = next((found for _, record in _attestations(report) if (found := mapping(record, "native"))), {})
-    loaded = [space for space, library in native.items() if at(library, "loaded") is True]
-    return f"{len(loaded)} loaded ({', '.join(loaded)})" if loaded else NOT_RUN
+def _loaded(report: Record, record: Record) -> Markup:
+    """Which libraries the attested process had loaded, and on what kind of host."""
+    machine = text(report, "versions", "machine") or text(report, "environment", "machine") or "host not named"
+    loaded = [str(name) for name, library in mapping(record, "native").items() if at(library, "loaded") is True]
+    return join([f"{machine}: ", f"{len(loaded)} loaded ({', '.join(loaded)})" if loaded else NOT_RUN])
 
 
 if __name__ == "__main__":

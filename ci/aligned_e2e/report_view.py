@@ -72,7 +72,11 @@ _ACTORS = {
     "b": "actor (b): the model's modules called on packed sequences, without an engine, as a trainer does",
 }
 _QUICK_PARTS = {"runs": "an engine against its own recomputation", "failures": "the list of failures"}
-PART_OF = {"layers": "cost", "ops": "cost", "extrapolated": "cost"}  # what of a report's list of parts these belong to
+PART_OF = {
+    **{"layers": "cost", "ops": "cost", "extrapolated": "cost", "sabotages": "sabotage"},
+    **{_ACTORS["a"]: "actor", _ACTORS["b"]: "actor b"},
+}
+"""What a report's own list of what was not run calls the part that these belong to, where that is another name."""
 _NOTHING = "no record in this report"
 
 
@@ -212,7 +216,7 @@ def missing_parts(report: Record, compared: Sequence[Compared], cpu: bool) -> li
     ]
     if rows_of(report, "actors"):
         there = {c.name for c in compared if c.kind == "actor"}
-        missing += [(name, _NOTHING) for name in _ACTORS.values() if name not in there]
+        missing += [(name, said.get(PART_OF[name]) or _NOTHING) for name in _ACTORS.values() if name not in there]
     missing += [(f"{c.kind}: {c.name}", c.skipped or _NOTHING) for c in compared if c.state == "open"]
     if not cpu and report.get("coverage"):
         absent = [text for key, text in COUNTERS.items() if number(report, "coverage", key) is None]
