@@ -324,7 +324,7 @@ def _stock(report: Record) -> Markup:
     places = [
         (str(place[0]), str(place[1]), float(place[2]))
         for place in items(report, "stock", "divergence")
-        if isinstance(place, list) and len(place) == 3 and isinstance(place[2], int | float)
+        if isinstance(place, list) and len(place) == 3 and isinstance(place[2], int | float) and math.isfinite(place[2])
     ]
     largest = value_or_not_run(number(report, "stock", "max_abs_logprob_diff"), "{:.3g} nat")
     facts = pairs([
@@ -368,7 +368,7 @@ def _heat_cell(share: float, most: float) -> Markup:
 
 def _cost(report: Record) -> Markup:
     cost = rows_of(report, "cost")
-    overheads = [x for row in cost if (x := number(row, "overhead_percent")) is not None]
+    overheads = [x for row in cost if (x := _finite(row, "overhead_percent")) is not None]
     above = sum(x > GOAL_PERCENT for x in overheads)
     summary = tag("span", f"{above} of {len(overheads)} workloads are more than {GOAL_PERCENT:g} % slower.",
                   class_="bad-text" if above else "good-text") if overheads else None  # fmt: skip
@@ -391,6 +391,12 @@ def _cost(report: Record) -> Markup:
     ])  # fmt: skip
 
 
+def _finite(row: Record, key: str) -> float | None:
+    """A number that can be drawn."""
+    value = number(row, key)
+    return value if value is not None and math.isfinite(value) else None
+
+
 def _workloads(cost: Sequence[Record], overheads: Sequence[float]) -> Markup:
     low = min([*overheads, 0.0]) * 1.1
     high = max([*overheads, GOAL_PERCENT]) * 1.1
@@ -400,15 +406,15 @@ def _workloads(cost: Sequence[Record], overheads: Sequence[float]) -> Markup:
     rows = []
     for row in cost:
         overhead = number(row, "overhead_percent")
-        state = None if overhead is None else "good" if overhead <= GOAL_PERCENT else "bad"
+        state = None if overhead is None else "good" if overhead <= GOAL_PERCENT else "bad"  # NaN is bad
         name = value_or_not_run(text(row, "workload"))
         said = value_or_not_run(overhead, "{:+.1f} %")
         cells = (
             name, value_or_not_run(number(row, "batch")), value_or_not_run(number(row, "stock_tok_s"), "{:,.0f}"),
             value_or_not_run(number(row, "aligned_tok_s"), "{:,.0f}"),
             tag("span", said, class_="bad-text") if state == "bad" else said,
-            None if overhead is None or state is None else
-            bar(overhead, low, high, class_=state, label=f"{overhead:+.1f} %", marks={"goal": GOAL_PERCENT}),
+            None if state is None or (ends := _finite(row, "overhead_percent")) is None else
+            bar(ends, low, high, class_=state, label=f"{overhead:+.1f} %", marks={"goal": GOAL_PERCENT}),
             value_or_not_run(text(row, "stock_baseline")),
         )  # fmt: skip
         rows.append((None, cells))
@@ -416,7 +422,7 @@ def _workloads(cost: Sequence[Record], overheads: Sequence[float]) -> Markup:
 
 
 def _paired(layers: Sequence[Record]) -> Markup:
-    times = [x for row in layers for key in ("stock_us", "aligned_us") if (x := number(row, key)) is not None]
+    times = [x for row in layers for key in ("stock_us", "aligned_us") if (x := _finite(row, key)) is not None]
     most = max([*times, 0.0]) or 1.0
     columns = (Column("layer type"), Column("stock µs", number=True), Column("aligned µs", number=True),
                Column("", wide=True))  # fmt: skip
@@ -426,7 +432,7 @@ def _paired(layers: Sequence[Record]) -> Markup:
         bars = [
             bar(x, 0.0, most, class_=class_, label=f"{x:,.1f} µs")
             for x, class_ in ((stock, "stock"), (aligned, "ours"))
-            if x is not None
+            if x is not None and math.isfinite(x)
         ]
         name = value_or_not_run(text(row, "layer_type"))
         rows.append(
@@ -437,7 +443,7 @@ def _paired(layers: Sequence[Record]) -> Markup:
 
 def _op_table(ops: Sequence[Record]) -> Markup:
     def adds(row: Record) -> float | None:
-        stock, aligned = (number(row, key) for key in ("stock_us", "aligned_us"))
+        stock, aligned = (_finite(row, key) for key in ("stock_us", "aligned_us"))
         return None if stock is None or aligned is None else aligned - stock
 
     added = [x for row in ops if (x := adds(row)) is not None]

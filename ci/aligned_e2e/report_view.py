@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from .report import ReportError
 
@@ -114,16 +113,12 @@ def load_report(path: pathlib.Path) -> dict[str, Any]:
         ReportError: The file is missing, or is no report.
     """
     try:
-        report = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        report = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(report["profile"], str):
             raise TypeError("its profile is no text")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ReportError(f"{path}: expected a report, got something else ({error}). Run the profile again.") from error
     return dict(report)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"a number that is {constant}")
 
 
 def at(record: object, *path: str) -> Any:
@@ -134,9 +129,9 @@ def at(record: object, *path: str) -> Any:
 
 
 def number(record: object, *path: str) -> float | None:
-    """A finite number there, or None."""
+    """A number there, or None."""
     value = at(record, *path)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def text(record: object, *path: str) -> str | None:

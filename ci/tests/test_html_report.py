@@ -368,7 +368,7 @@ def test_command_line(full: dict[str, Any], tmp_path: pathlib.Path, capsys: pyte
     assert page.read_bytes() == first
     assert b"sha256" in first
     assert str(tmp_path).encode() not in first
-    for damage in ("", "[]", "{}", '{"profile": 3}', '{"profile": "h200", "seconds": NaN}'):
+    for damage in ("", "[]", "{}", '{"profile": 3}', '{"profile": null}'):
         report.write_text(damage, encoding="utf-8")
         with pytest.raises(ReportError):
             load_report(report)
@@ -398,7 +398,21 @@ def test_readme_table_counts_and_names_what_is_missing(full: dict[str, Any]) -> 
         assert rewritten(readme, report) == readme
 
 
-@pytest.mark.parametrize("odd", [None, "text", -1.5, True, [1], {"a": 1}, [["a", "b", 0.0], {"a": [None]}]], ids=repr)
+def test_what_is_no_number_is_said_and_not_drawn(full: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    full["stock"]["max_abs_logprob_diff"] = float("nan")
+    full["cost"][0]["overhead_percent"] = float("inf")
+    (tmp_path / "report.json").write_text(json.dumps(full))
+    page = _page(load_report(tmp_path / "report.json"))
+    assert "nan nat" in page.text
+    assert "+inf %" in page.text
+    assert page.by_class("verdict")[0]["class"] == "verdict good"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [None, "text", -1.5, float("nan"), float("inf"), True, [1], {"a": 1}, [["a", "b", 0.0], {"a": [None]}]],
+    ids=repr,
+)
 def test_odd_values_do_not_break_the_page(full: dict[str, Any], odd: Any) -> None:
     places: list[tuple[str, ...]] = [(key,) for key in full if key != "profile"]
     places += [(key, inner) for key, value in full.items() if isinstance(value, dict) for inner in value]
