@@ -213,6 +213,8 @@ def missing_parts(report: Record, compared: Sequence[Compared], cpu: bool) -> li
         there = {c.name for c in compared if c.kind == "actor"}
         missing += [(name, said.get(PART_OF[name]) or _NOTHING) for name in _ACTORS.values() if name not in there]
     missing += [(f"{c.kind}: {c.name}", c.skipped or _NOTHING) for c in compared if c.state == "open"]
+    if mapping(report, "stock") and not items(report, "stock", "divergence"):
+        missing.append(("where stock vLLM parts first", said.get("sabotage") or _NOTHING))  # the part that traces it
     if not cpu and report.get("coverage"):
         absent = [text for key, text in COUNTERS.items() if number(report, "coverage", key) is None]
         missing += [(f"coverage: {text}", _NOTHING) for text in absent]

@@ -235,6 +235,7 @@ def test_a_report_with_nothing_in_it_is_all_not_run() -> None:
     [
         (("actors", 1), "actor (b)"),
         (("coverage", "graph_full"), "replays of full CUDA graphs"),
+        (("stock", "divergence"), "where stock vLLM parts first"),
         (("two_gpus", 0, "tokens_compared"), "expert parallel 2, NCCL"),
         (("runs", 3, "tokens_different"), "small budget, eager"),
     ],
