@@ -159,8 +159,12 @@ def aligned_e2e(session: nox.Session) -> None:
     """The aligned stack: wheels, suites, fuzzing, then rollout, actor, reload, faults. ``-- --profile cpu`` etc.
 
     Profile ``cpu`` runs on the references, so its wheels are built without the CUDA libraries, which takes seconds;
-    ``build(...)`` and the sessions of ``nox -t cpu`` compile them.
+    ``build(...)`` and the sessions of ``nox -t cpu`` compile them. ``-- --profile h200`` compiles them and needs a GPU,
+    and vLLM in the interpreter's own packages (``BI_SYSTEM_TORCH=1``).
     """
+    if {"h100", "h200"} & set(session.posargs):
+        aligned_in_vllm(session)
+        return
     install(session, "scikit-build-core")
     folder = WHEELS.with_name("reference-wheels")
     for package in PACKAGES:
@@ -170,6 +174,22 @@ def aligned_e2e(session: nox.Session) -> None:
     faults = [f"ci/tests/test_{name}.py" for name in ("cases", "robustness", "fuzz_ops", "fuzz_bytes")]
     run_tests(session, "not gpu", *(f"packages/{package}/tests" for package in PACKAGES), *faults)
     session.run("python", "-m", "aligned_e2e", *session.posargs)
+
+
+def aligned_in_vllm(session: nox.Session) -> None:
+    """CUDA wheels, the GPU suites, then the profile; ``ci/gpu/run_aligned_e2e.sh`` is the same without nox."""
+    work = ROOT / "build" / "aligned_e2e" / "vllm"
+    if not SYSTEM_TORCH:
+        session.error("expected BI_SYSTEM_TORCH=1: vLLM is taken from the interpreter's own packages")
+    for package in PACKAGES:  # the others are compiled with what bi-kernels' wheel has
+        make_wheel(session, package, WHEELS, cuda="on")
+        install(session, "--no-deps", "--force-reinstall", wheel_of(package))
+    install(session, *END_TO_END, *TESTING)
+    session.env["PYTHONPATH"] = str(ROOT / "ci")
+    for package in PACKAGES:
+        results = work / "parts" / f"suite-{package}.xml"
+        run_tests(session, "gpu and not vllm", f"packages/{package}/tests", "--junitxml", str(results))
+    session.run("python", "-m", "aligned_e2e", "--work", str(work), *session.posargs)
 
 
 def make_wheel(session: nox.Session, package: str, folder: pathlib.Path, *, cuda: str) -> None:

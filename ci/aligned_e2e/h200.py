@@ -1,128 +1,310 @@
-"""Profiles ``h100`` and ``h200``: real vLLM, real kernels, a generated checkpoint. One subprocess for each engine.
+"""Profiles ``h100`` and ``h200``: real vLLM, real kernels, generated checkpoints. One subprocess for each engine.
 
-Without nox the same steps are plain commands, ``python -m aligned_e2e.vllm_engine ...`` for each engine and then
-``python -m aligned_e2e --profile h200 --merge``: a GPU host may only lend itself for minutes at a time.
+Engines run side by side on one GPU, each with a time limit and a log of its own. A record that is there is kept, so
+that a run can be spread over several invocations: a GPU host may only lend itself for minutes at a time. Without nox
+the same steps are plain commands, see ``ci/gpu/run_aligned_e2e.sh``.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import concurrent.futures
+import functools
+import importlib.util
 import os
 import pathlib
+import shutil
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from .vllm_engine import ENGINES
+from . import ready
+from .vllm_engine import ENGINES, FIRST, QUICK, Engine
+from .vllm_report import DRAWN, EXTRA_PARTS, merge, merge_quick, print_report, record_of, write_page, write_report
 
-__all__ = ["ENVIRONMENT", "compare_records", "load_records", "merge", "run_engines"]
+__all__ = ["ENVIRONMENT", "Job", "add_arguments", "environment_of", "gpu_count", "jobs_of", "run", "run_jobs"]
 
-ENVIRONMENT = {
+ENVIRONMENT: dict[str, str] = {
     "VLLM_BATCH_INVARIANT": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",  # compiles for minutes what a run of this size never calls
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "2",  # engines share the cores
+    "PYTHONUNBUFFERED": "1",
+    # A machine of several tenants may not offer multicast over NVLink.
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-"""What every engine's process gets. A warm-up of DeepGEMM compiles for minutes what a run of this size never calls."""
+"""What every engine's process gets."""
 
-_FIRST = "graphs"  # whose tokens the actor recomputes, and whose first schedule everything is compared with
+_REMOVED = ("BI_PARTIAL", "VLLM_PLUGINS", "BI_EP_TRANSPORT")
+_FLAG = "VLLM_BATCH_INVARIANT"
 
 
-def run_engines(checkpoint: pathlib.Path, parts: pathlib.Path, *, arguments: tuple[str, ...] = ()) -> list[str]:
-    """Run every engine whose record is not in ``parts`` yet. Returns the names of those that failed."""
-    failed = []
-    for name, engine in ENGINES.items():
-        record = _record(parts, name)
-        if record.is_file():
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One part: a subprocess for each rank.
+
+    Attributes:
+        name: Of the part.
+        commands: One per rank.
+        environments: One per rank, whole.
+        records: What must be there afterwards.
+        limit: Seconds.
+        leaves: Files that it writes while it runs, and others wait for.
+    """
+
+    name: str
+    commands: tuple[tuple[str, ...], ...]
+    environments: tuple[Mapping[str, str], ...]
+    records: tuple[pathlib.Path, ...]
+    limit: float
+    leaves: tuple[pathlib.Path, ...] = ()
+
+
+def environment_of(hooks: str = "ours", extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of one process, for an :class:`Engine` with such ``hooks``.
+
+    Plug-ins are found by vLLM itself, so that nothing here may choose among them; and a stock process must not have the
+    switch of :mod:`aligned_e2e.ready` either.
+    """
+    found = {name: value for name, value in os.environ.items() if name not in _REMOVED}
+    found |= ENVIRONMENT | dict(extra or {})
+    paths = [path for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if hooks == "ours" and found.get(ready.VARIABLE) == "1":
+        paths.insert(0, str(ready.FOLDER))
+    if hooks == "none":
+        found["VLLM_PLUGINS"] = "none"
+    if hooks in ("inert", "absent"):
+        del found[_FLAG]
+    if hooks == "absent":
+        paths = [path for path in paths if not pathlib.Path(path, "bi_kernels").is_dir()]
+    found["PYTHONPATH"] = os.pathsep.join(paths)
+    found["BI_E2E_GPUS"] = str(gpu_count())
+    return found
+
+
+def python_of(hooks: str) -> str:
+    """The interpreter: for a process without us the one that a virtual environment was made from."""
+    inside = hooks == "absent" and sys.prefix != sys.base_prefix
+    return str(getattr(sys, "_base_executable", sys.executable)) if inside else sys.executable
+
+
+@functools.cache
+def gpu_count() -> int:
+    """GPUs of this machine, without initialising any; 0 where there is no driver."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+
+
+def jobs_of(
+    engines: Mapping[str, Engine], weights: pathlib.Path, parts: pathlib.Path, *, limit: float, gpus: int
+) -> list[Job]:
+    """A job for each engine that this machine has enough GPUs for; engines of one rank take turns with the GPUs."""
+    jobs = []
+    for number, (name, engine) in enumerate(engines.items()):
+        if engine.ranks > max(1, gpus):
             continue
-        command = [sys.executable, "-m", "aligned_e2e.vllm_engine", name]
-        command += ["--checkpoint", str(checkpoint), "--output", str(record), *arguments]
-        if any(schedule.recompute for schedule in engine.schedules):
-            command += ["--drawn", str(_record(parts, _FIRST))]
-        with record.with_suffix(".log").open("w") as log:
-            done = subprocess.run(
-                command,
-                env=os.environ | ENVIRONMENT | engine.environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=600,
-                check=False,
+        command = [python_of(engine.hooks), "-m", "aligned_e2e.vllm_engine", name, "--weights", str(weights)]
+        command += ["--drawn", str(parts / DRAWN)]
+        extra: list[dict[str, str]] = [dict(engine.environment) for _ in range(engine.ranks)]
+        if engine.ranks > 1:
+            port = str(_free_port())
+            for rank, variables in enumerate(extra):
+                variables |= {"VLLM_DP_SIZE": str(engine.ranks), "VLLM_DP_RANK": str(rank)}
+                variables |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": port}
+        elif gpus > 1:
+            extra[0]["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+        records = [record_of(parts, name, rank) for rank in range(engine.ranks)]
+        jobs.append(
+            Job(
+                name,
+                tuple((*command, "--output", str(records[r]), "--rank", str(r)) for r in range(engine.ranks)),
+                tuple(environment_of(engine.hooks, variables) for variables in extra),
+                tuple(records),
+                limit,
+                leaves=(parts / DRAWN,) if name == FIRST else (),
             )
-        if done.returncode:
-            failed.append(name)
-    return failed
+        )
+    return jobs
 
 
-def load_records(parts: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Records by engine, in the order of :data:`ENGINES`; engines that were not run are left out."""
-    return {name: json.loads(_record(parts, name).read_text()) for name in ENGINES if _record(parts, name).is_file()}
+def extra_jobs(
+    names: Sequence[str], weights: pathlib.Path, parts: pathlib.Path, *, at_once: int, limit: float
+) -> list[Job]:
+    """Jobs of the parts that modules of their own run, as far as those modules are there."""
+    jobs = []
+    for name in names:
+        part = EXTRA_PARTS[name]
+        module = f"{__package__}.{part.module}"
+        if importlib.util.find_spec(module) is not None:
+            command = (sys.executable, "-m", module, *part.arguments(weights, parts, at_once, limit))
+            jobs.append(Job(name, (command,), (environment_of(part.hooks),), (record_of(parts, name),), limit))
+    return jobs
 
 
-def compare_records(records: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every schedule against the first one: token ids, logprob bits and, where it drew tokens, full-logit digests."""
-    expected = records[_FIRST]["schedules"][0]["requests"]
-    return [
-        _compare(schedule, expected) | {"engine": engine}
-        for engine, record in records.items()
-        for schedule in record["schedules"]
-    ]
+@dataclass(slots=True)
+class _Running:
+    """Processes to end when the run ends, whatever ends it."""
+
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def end(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # each was started in a session of its own
+                process.wait()
 
 
-def merge(parts: pathlib.Path, console: Console) -> dict[str, Any]:
-    """Put the records together; refuses parts whose attestations differ, because they ran other code."""
-    records = load_records(parts)
-    digests = {name: record["attestation"]["digest"] for name, record in records.items()}
-    failures = [f"{name}: not run" for name in ENGINES if name not in records]
-    if len(set(digests.values())) > 1:
-        failures.append(f"parts of different installations: {digests}")
-    runs = compare_records(records) if _FIRST in records else []
-    failures += [f"{run['schedule']}: {run['tokens_different']} differ, first {run['first_difference']}"
-                 for run in runs if run["tokens_different"] or not run["tokens_compared"]]  # fmt: skip
-    for run in runs:
-        console.print(f"{run['schedule']:28} {run['tokens_compared']:7} compared {run['tokens_different']:7} different")
-    return {
-        "runs": runs,
-        "tokens_compared": sum(run["tokens_compared"] for run in runs),
-        "tokens_different": sum(run["tokens_different"] for run in runs),
-        "failures": failures,
-    }
+def run_jobs(jobs: Sequence[Job], *, at_once: int, deadline: float, say: Callable[[str], None]) -> list[str]:
+    """Run the jobs whose records are missing, so many at once, in order. Returns the names of those that failed.
+
+    Args:
+        jobs: What to run.
+        at_once: Number of jobs.
+        deadline: ``time.monotonic()`` by which everything has ended, finished or not.
+        say: Called with each line of news.
+    """
+    running = _Running()
+    waiting = [job for job in jobs if not all(record.is_file() for record in job.records)]
+    for job in waiting:
+        for path in (*job.records, *job.leaves):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # one rank's record without the other's, or what an older run left
+            path.with_suffix(".failed").unlink(missing_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(max(1, at_once)) as pool:
+        try:
+            outcomes = list(pool.map(lambda job: _run_job(job, running, deadline, say), waiting))
+        except BaseException:
+            running.end(running.processes)
+            raise
+    return [job.name for job, fine in zip(waiting, outcomes, strict=True) if not fine]
 
 
-def _compare(schedule: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
-    different = compared = 0
-    first = None
-    for request, index, mine, theirs in _pairs(schedule["requests"], expected):
-        compared += 1
-        if mine != theirs:
-            different += 1
-            first = first or f"{request}[{index}]: (token, logprob bits, digest) {mine} against {theirs}"
-    return {
-        "schedule": schedule["schedule"],
-        "tokens_compared": compared,
-        "tokens_different": different,
-        "first_difference": first,
-        "seconds": schedule["seconds"],
-        "did": schedule["did"],
-    }
+def _run_job(job: Job, running: _Running, deadline: float, say: Callable[[str], None]) -> bool:
+    started = time.monotonic()
+    if started >= deadline:
+        say(f"{job.name}: no time left, not started")
+        return False
+    end = min(started + job.limit, deadline)
+    processes = []
+    for command, environment, record in zip(job.commands, job.environments, job.records, strict=True):
+        with record.with_suffix(".log").open("w") as log:
+            processes.append(
+                subprocess.Popen(
+                    command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            )  # fmt: skip
+    running.processes += processes
+    say(f"{job.name}: started")
+    while None in (codes := [process.poll() for process in processes]):
+        if time.monotonic() > end or any(codes):  # the other rank would wait for one that failed
+            running.end(processes)
+        time.sleep(0.2)
+    seconds = time.monotonic() - started
+    if not any(codes) and all(record.is_file() for record in job.records):
+        say(f"{job.name}: done after {seconds:.0f} s")
+        return True
+    said = ", ".join(map(str, codes))
+    say(f"{job.name}: FAILED after {seconds:.0f} s, exit codes {said} (-9: past its time limit, or the other's fault)")
+    for path in (*job.records, *job.leaves):
+        path.with_suffix(".failed").touch()
+    for record in job.records:
+        for line in _last_lines(record.with_suffix(".log")):
+            say(f"    {line}")
+    return False
 
 
-def _pairs(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, int, Any, Any]]:
-    """Token by token; a token that one side lacks is a difference, a digest that an actor has none of is not."""
-    for request, want in theirs.items():
-        got = mine[request]
-        with_digests = got["digests"] is not None
-        for i in range(max(len(want["tokens"]), len(got["tokens"]))):
-            yield request, i, _at(got, i, with_digests), _at(want, i, with_digests)
+def _last_lines(log: pathlib.Path, count: int = 25) -> list[str]:
+    """The end of a log without vLLM's progress bars, from the first line of the last traceback if there is one."""
+    whole = log.read_text(errors="replace").splitlines()
+    lines = [line[:300] for line in whole if line.strip() and "it/s]" not in line]
+    tracebacks = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    return lines[max(tracebacks[-1] if tracebacks else 0, len(lines) - 3 * count) :][-count:]
 
 
-def _at(row: Mapping[str, Any], i: int, with_digests: bool) -> tuple[Any, ...] | None:
-    if i >= len(row["tokens"]):
-        return None
-    return (row["tokens"][i], row["logprobs"][i], *((row["digests"][i],) if with_digests else ()))
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
-def _record(parts: pathlib.Path, engine: str) -> pathlib.Path:
-    return parts / f"{engine.replace(' ', '-').replace(',', '')}.json"
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the profiles that run vLLM."""
+    group = parser.add_argument_group("profiles h100 and h200")
+    group.add_argument("--work", type=pathlib.Path, default=pathlib.Path("build") / "aligned_e2e" / "vllm",
+                       help="checkpoints (a, b) and records (parts); kept between invocations")  # fmt: skip
+    group.add_argument("--parts", type=pathlib.Path, help="where the records are, if not in WORK/parts")
+    group.add_argument("--quick", action="store_true", help="quick_alignment_test: one engine, a minute when warm")
+    group.add_argument("--merge", action="store_true", help="start nothing, put the records together")
+    group.add_argument("--only", action="append", default=[], metavar="PART", help="run only this part; repeatable")
+    group.add_argument("--jobs", type=int, default=6, help="parts side by side; 7 to 12 GiB of GPU memory each")
+    group.add_argument("--limit", type=float, default=540, help="seconds for a part")
+    group.add_argument("--deadline", type=float, default=1e9, help="seconds for the whole invocation")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Run what is missing, merge what is there, write the report. 0: aligned, 1: not aligned, or not whole."""
+    begun = time.monotonic()
+    weights: pathlib.Path = arguments.work
+    parts: pathlib.Path = arguments.parts or weights / "parts"
+    gpus = gpu_count()
+
+    def say(line: str) -> None:
+        console.print(f"{time.monotonic() - begun:6.1f} s  {line}", markup=False, highlight=False, soft_wrap=True)
+
+    if not arguments.merge:
+        if not gpus:
+            console.print(f"profile {arguments.profile}: expected a GPU and vLLM 0.26.0, found no GPU.", markup=False)
+            return 2
+        engines = QUICK if arguments.quick else ENGINES
+        unknown = [name for name in arguments.only if name not in engines and name not in EXTRA_PARTS]
+        if unknown:
+            known = ", ".join([*engines, *EXTRA_PARTS])
+            console.print(f"--only: expected some of {known}; got {', '.join(unknown)}", markup=False)
+            return 2
+        _make_checkpoints(weights, say)
+        chosen = {name: engine for name, engine in engines.items() if not arguments.only or name in arguments.only}
+        extra = [name for name in EXTRA_PARTS if name in arguments.only or not (arguments.only or arguments.quick)]
+        deadline = begun + arguments.deadline
+        jobs = jobs_of(chosen, weights, parts, limit=arguments.limit, gpus=gpus)
+        groups = [[name for name in extra if not EXTRA_PARTS[name].alone]]
+        groups += [[name] for name in extra if EXTRA_PARTS[name].alone]
+        for group in groups:
+            limit = min(arguments.limit, deadline - time.monotonic())
+            jobs += extra_jobs(group, weights, parts, at_once=arguments.jobs, limit=limit)
+            run_jobs(jobs, at_once=arguments.jobs, deadline=deadline, say=say)
+            jobs = []
+    if arguments.quick:
+        report = merge_quick(parts, profile=arguments.profile)
+    else:
+        report = merge(parts, profile=arguments.profile, gpus=gpus)
+    report["seconds"] = round(time.monotonic() - begun, 1)
+    write_report(arguments.output, report)
+    print_report(report, console)
+    console.print(f"report: {arguments.output}", markup=False)
+    write_page(arguments.output)
+    return 1 if report["failures"] else 0
+
+
+def _make_checkpoints(weights: pathlib.Path, say: Callable[[str], None]) -> None:
+    """The checkpoints ``a`` and ``b`` of size tiny, side by side, as far as they are not there."""
+    writing = {}
+    for seed, name in enumerate(("a", "b"), start=1):
+        if not (weights / name / "model.safetensors.index.json").is_file():  # written last
+            command = [sys.executable, "-m", "aligned_e2e.vllm_checkpoint", str(weights / name), "--size", "tiny"]
+            writing[name] = subprocess.Popen([*command, "--seed", str(seed), "--device", "cuda"])
+    for name, process in writing.items():
+        if process.wait(timeout=180):
+            raise subprocess.CalledProcessError(process.returncode, process.args)
+        say(f"checkpoint {name} written")

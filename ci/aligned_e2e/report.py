@@ -18,7 +18,7 @@ from bi_kernels.runtime.errors import BatchInvarianceError
 from .findings import Agreement, Finding
 from .sides import Served
 
-__all__ = ["Comparison", "Report", "ReportError", "check_report", "compare"]
+__all__ = ["Comparison", "Report", "ReportError", "check_report", "compare", "digest_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Report:
         """Write the report as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         record = asdict(self) | {"failures": self.failures}
-        path.write_text(json.dumps(record | {"digest": _digest(record)}, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(record | {"digest": digest_of(record)}, indent=2) + "\n", encoding="utf-8")
 
     def print(self, console: Console) -> None:
         """Print the comparison and what the runs covered."""
@@ -146,15 +146,15 @@ def check_report(path: pathlib.Path) -> list[str]:
         record = json.loads(path.read_text(encoding="utf-8"))
         digest = record.pop("digest")
         failures = [str(failure) for failure in record["failures"]]
-        compared = [row["tokens_compared"] for row in record["schedules"]]
+        compared = [row["tokens_compared"] for row in record["runs" if "runs" in record else "schedules"]]
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ReportError(f"{path}: expected a report, got something else ({error}). Run the profile again.") from error
-    if digest != _digest(record):
+    if digest != digest_of(record):
         raise ReportError(f"{path}: expected the digest that it was written with, got other contents. Run it again.")
     return failures if compared else [*failures, "nothing was compared"]
 
 
-def _digest(record: Mapping[str, Any]) -> str:
+def digest_of(record: object) -> str:
     """sha256 of the canonical JSON, as it reads after a round trip."""
     plain = json.loads(json.dumps(record))
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

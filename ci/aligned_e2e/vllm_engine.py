@@ -1,27 +1,61 @@
 """One vLLM engine in one process: serves schedules of the same requests and writes what it drew, bit by bit.
 
-``python -m aligned_e2e.vllm_engine ENGINE --checkpoint DIR --output FILE``, with ENGINE one of :data:`ENGINES` and the
-environment that ci/README.md lists. The engine core must run in this process, because its runner is watched:
-``VLLM_ENABLE_V1_MULTIPROCESSING=0``. vLLM is imported only when an engine is started, so that the tables and the
-requests are there without it.
+``python -m aligned_e2e.vllm_engine ENGINE --weights DIR --output FILE``, with ENGINE one of :data:`ENGINES` and the
+environment that :mod:`aligned_e2e.h200` sets. ``DIR/a`` and ``DIR/b`` are two checkpoints. The engine core must run in
+this process, because its runner is watched: ``VLLM_ENABLE_V1_MULTIPROCESSING=0``. vLLM is imported only when an engine
+is started, so that the tables and the requests are there without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
 import json
+import os
 import pathlib
 import random
+import shlex
 import struct
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["ENGINES", "Engine", "PromptSpec", "Schedule", "main", "make_prompts"]
+from .ready import assume_ready
+
+__all__ = [
+    "COMMON",
+    "ENGINES",
+    "FIRST",
+    "GRAPH_SIZES",
+    "MAX_MODEL_LEN",
+    "QUICK",
+    "Engine",
+    "PromptSpec",
+    "Schedule",
+    "Watch",
+    "digests_of_rows",
+    "header",
+    "main",
+    "make_prompts",
+    "prompts_of",
+    "serve",
+    "start",
+    "write_json",
+]
 
 MAX_MODEL_LEN = 8192
+GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 48, 64]
+PACKAGES = ("bi-kernels", "bi-sparse-attn", "bi-moe-deepep", "bi-reload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +66,20 @@ class Schedule:
         name: For the report.
         order_seed: Shuffles them; None keeps their order.
         at_once: So many at a time; None all.
-        recompute: The requests are the finished sequences of another engine, and their prompt logprobs are what counts:
-            the actor.
+        recompute: The requests are finished sequences, and their prompt logprobs are what counts: those of the
+            engine's ``own`` first schedule, or of the ``first`` schedule of all (:data:`FIRST`).
+        preempt_every: After so many steps every running request loses its pages, over and over.
+        weights: Which checkpoint; another one than before is reloaded in place.
+        idle: On several ranks: only rank 0 has requests. Otherwise they are dealt out.
     """
 
     name: str
     order_seed: int | None = None
     at_once: int | None = None
-    recompute: bool = False
+    recompute: Literal["", "own", "first"] = ""
+    preempt_every: int = 0
+    weights: Literal["a", "b"] = "a"
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +89,23 @@ class Engine:
     Attributes:
         settings: Arguments of ``vllm.LLM`` that differ from :data:`COMMON`.
         schedules: Served in this order.
-        environment: Variables of its process beside the common ones.
+        environment: Variables of its processes beside the common ones.
+        hooks: ``ours``: the four plug-ins, with the flag on. ``none``: the flag is on and vLLM is stock. ``inert``: the
+            flag is off. ``absent``: the flag is off and the packages cannot be imported.
+        requests: So many of them, from the first.
+        max_tokens: Drawn after each.
+        longest: Prompts are cut to this length.
+        ranks: Processes with a GPU each, data and expert parallel.
     """
 
     settings: dict[str, Any]
     schedules: tuple[Schedule, ...]
     environment: dict[str, str] = field(default_factory=dict)
+    hooks: Literal["ours", "none", "inert", "absent"] = "ours"
+    requests: int = 48
+    max_tokens: int = 52
+    longest: int = MAX_MODEL_LEN
+    ranks: int = 1
 
 
 COMMON: dict[str, Any] = {
@@ -64,36 +115,87 @@ COMMON: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN,
     "max_num_batched_tokens": 4096,
     "max_num_seqs": 64,
-    "gpu_memory_utilization": 0.6,
+    # Only looked at when an engine starts. With kv_cache_memory_bytes nothing is measured, so that engines can share a
+    # GPU: a measurement fails when a neighbour frees memory meanwhile.
+    "gpu_memory_utilization": 0.06,
+    "kv_cache_memory_bytes": 2 << 30,
     "enable_prefix_caching": False,
     "async_scheduling": False,
     "seed": 0,
+    "compilation_config": {"cudagraph_capture_sizes": GRAPH_SIZES},
 }
+
+_PAIR: dict[str, Any] = {"distributed_executor_backend": "uni", "enable_expert_parallel": True}
+_PAIR_SIZE: dict[str, Any] = {"requests": 24, "ranks": 2}
+_OFF: dict[str, Any] = {"requests": 16, "max_tokens": 16, "longest": 1000}
+_SMALL: dict[str, Any] = {"requests": 24, "max_tokens": 32}
+
+FIRST = "graphs"
+"""The engine whose first schedule all others are compared with, and whose tokens the actors recompute."""
+
+# The longest first: they are started in this order.
 ENGINES: dict[str, Engine] = {
-    "graphs": Engine(
+    FIRST: Engine(
         {},
         (
             Schedule("together"),
-            Schedule("together again, shuffled", order_seed=1),
+            Schedule("together, shuffled", order_seed=1),
             Schedule("five at a time", order_seed=2, at_once=5),
+            Schedule("alone", at_once=1),
         ),
     ),
     "actor": Engine(
-        {"enforce_eager": True, "max_num_batched_tokens": 2048}, (Schedule("actor: prompt logprobs", recompute=True),)
+        {"enforce_eager": True, "max_num_batched_tokens": 2048}, (Schedule("actor a", recompute="first"),)
     ),
-    "eager, small budget": Engine(
+    "small budget": Engine(
         {"enforce_eager": True, "max_num_batched_tokens": 160, "max_num_seqs": 32}, (Schedule("small budget, eager"),)
     ),
     "piecewise": Engine(
-        {"compilation_config": {"cudagraph_mode": "PIECEWISE"}, "max_num_batched_tokens": 1024},
+        {
+            "max_num_batched_tokens": 512,
+            "compilation_config": {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [*GRAPH_SIZES, 256, 512]},
+        },
         (Schedule("piecewise graphs", order_seed=3),),
     ),
+    "preempted": Engine(
+        # Some twenty pages a request: too few for all of them, twice what the longest needs in one step.
+        {"max_num_batched_tokens": 1024, "num_gpu_blocks_override": 900},
+        (Schedule("preempted", order_seed=6, preempt_every=80),),
+    ),
     "prefix cache": Engine(
-        {"enable_prefix_caching": True},
+        {"enable_prefix_caching": True, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 6 << 30},
         (Schedule("prefix cache, cold", order_seed=4), Schedule("prefix cache, warm", order_seed=5)),
     ),
-    "preempted": Engine({"num_gpu_blocks_override": 420}, (Schedule("preempted", order_seed=6),)),
+    "reload": Engine(
+        {},
+        (Schedule("reload: A"), Schedule("reload: B after A", weights="b"), Schedule("reload: A again")),
+        **_SMALL,
+    ),
+    "reload, cold": Engine({}, (Schedule("reload: B cold", weights="b"),), **_SMALL),
+    "stock": Engine({}, (Schedule("stock"), Schedule("stock, recomputed", recompute="own")), hooks="none"),
+    "off": Engine(
+        {"enforce_eager": True}, (Schedule("off"), Schedule("off, again")), hooks="inert", **_OFF
+    ),
+    "off, without us": Engine(
+        {"enforce_eager": True}, (Schedule("without us"), Schedule("without us, again")), hooks="absent", **_OFF
+    ),
+    "two GPUs, NCCL": Engine(
+        _PAIR,
+        (Schedule("EP 2, NCCL"), Schedule("DP 2, one rank idle, NCCL", idle=True)),
+        environment={"BI_EP_TRANSPORT": "nccl"},
+        **_PAIR_SIZE,
+    ),
+    "two GPUs, DeepEP": Engine(
+        _PAIR | {"all2all_backend": "deepep_low_latency"},
+        (Schedule("EP 2, DeepEP low latency"), Schedule("DP 2, one rank idle, DeepEP low latency", idle=True)),
+        **_PAIR_SIZE,
+    ),
+}  # fmt: skip
+
+QUICK = {
+    "quick": Engine({}, (Schedule("quick"), Schedule("quick, recomputed", recompute="own")), requests=12, max_tokens=16)
 }
+"""``quick_alignment_test``: one engine, which recomputes what it has drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,21 +234,68 @@ def make_prompts(vocab_size: int, *, count: int, max_tokens: int) -> list[Prompt
     return prompts
 
 
-class _Watch:
-    """What the runner and the scheduler of an engine in this process did, and digests of the logits it sampled from."""
+def prompts_of(engine: Engine, vocab_size: int) -> list[PromptSpec]:
+    """The requests of an engine; the first ones of any engine are the same but for what is drawn and cut."""
+    prompts = make_prompts(vocab_size, count=engine.requests, max_tokens=engine.max_tokens)
+    return [PromptSpec(p.name, p.tokens[: engine.longest], p.max_tokens, p.seed) for p in prompts]
 
-    def __init__(self, llm: Any) -> None:
+
+def digests_of_rows(logits: Any) -> list[int]:
+    """64-bit digest of each row of logits, by the tracer's rule, on the logits' own device."""
+    from bi_kernels.testing.trace import row_digests
+
+    with logits.device:  # where the rule's constants are then made
+        return [int(digest) for digest in row_digests(logits).tolist()]
+
+
+def _hashes_of_rows(logits: Any) -> list[int]:
+    """The same for processes that cannot import us."""
+    import torch
+
+    rows = logits.contiguous().view(torch.uint8).cpu().numpy()
+    return [int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "little", signed=True)
+            for row in rows]  # fmt: skip
+
+
+class Watch:
+    """What the runner and the scheduler of an engine in this process did, and digests of all logits that count.
+
+    Attributes:
+        counts: Steps, replays by kind, preemptions and so on, since the last :meth:`clear`.
+        digests: By request id as vLLM's outputs name it, then by the number of tokens that were seen before the logits.
+        contradictions: Rows that were computed twice, with other bits.
+        preempt_every: See :class:`Schedule`.
+    """
+
+    def __init__(self, llm: Any, digest: Any = digests_of_rows) -> None:
         core = llm.llm_engine.engine_core.engine_core
-        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.worker = core.model_executor.driver_worker.worker
+        self.runner = self.worker.model_runner
         self.counts: Counter[str] = Counter()
         self.digests: dict[str, dict[int, int]] = {}
+        self.contradictions: list[str] = []
+        self.preempt_every = 0
+        self._digest = digest
+        self._schedules = 0
+        self._prompt_rows: list[list[int]] | None = None
         self._watch_sampling()
+        self._watch_prompt_logprobs()
         self._watch_graphs()
-        self._watch_preemption(core.scheduler)
+        self._watch_scheduler(core.scheduler)
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self.counts.clear()
+        self.digests.clear()
+        self.contradictions.clear()
+        self._schedules = 0
+
+    def _keep(self, request: str, seen: int, digest: int) -> None:
+        name = request.rpartition("-")[0]  # vLLM appends a random part to the id that it was given
+        if self.digests.setdefault(name, {}).setdefault(seen, digest) != digest:
+            self.contradictions.append(f"request {name}, after {seen} tokens")
 
     def _watch_sampling(self) -> None:
-        from bi_kernels.testing.trace import row_digests
-
         runner, sample = self.runner, self.runner.sample_tokens
 
         def sample_tokens(grammar_output: Any) -> Any:
@@ -154,19 +303,49 @@ class _Watch:
             if state is not None and state.logits is not None:
                 scheduled = state.scheduler_output.num_scheduled_tokens
                 batch = runner.input_batch
-                digests = row_digests(state.logits).tolist()
+                digests = self._digest(state.logits)
                 for row, request in enumerate(batch.req_ids[: len(digests)]):
                     seen = int(batch.num_computed_tokens_cpu[row]) + scheduled[request]
                     if seen < len(runner.requests[request].prompt_token_ids):
                         self.counts["prefill_splits"] += 1
                         continue  # mid-prompt: nothing is drawn from this row
-                    # vLLM appends a random part to the id it was given.
-                    self.digests.setdefault(request.rpartition("-")[0], {})[seen] = digests[row]
+                    self._keep(request, seen, digests[row])
                 self.counts["steps"] += 1
                 self.counts["largest_batch"] = max(self.counts["largest_batch"], len(scheduled))
             return sample(grammar_output)
 
         runner.sample_tokens = sample_tokens
+
+    def _watch_prompt_logprobs(self) -> None:
+        """Prompt logprobs come from one more call of the head per request and step."""
+        runner, model = self.runner, self.runner.get_model()
+        compute, collect = model.compute_logits, runner._get_prompt_logprobs_dict
+
+        def compute_logits(*args: Any, **kwargs: Any) -> Any:
+            logits = compute(*args, **kwargs)
+            if self._prompt_rows is not None:
+                self._prompt_rows.append(self._digest(logits))
+            return logits
+
+        def prompt_logprobs(hidden_states: Any, scheduled: dict[str, int]) -> Any:
+            calls = []
+            for request in (name for name in runner.num_prompt_logprobs if name in scheduled):
+                state = runner.requests[request]
+                left = len(state.prompt_token_ids) - 1 - state.num_computed_tokens
+                if min(scheduled[request], left) > 0:
+                    calls.append((request, state.num_computed_tokens))
+            self._prompt_rows = []
+            try:
+                result = collect(hidden_states, scheduled)
+                for (request, start), rows in zip(calls, self._prompt_rows, strict=True):
+                    for i, digest in enumerate(rows):
+                        self._keep(request, start + i + 1, digest)
+            finally:
+                self._prompt_rows = None
+            return result
+
+        model.compute_logits = compute_logits
+        runner._get_prompt_logprobs_dict = prompt_logprobs
 
     def _watch_graphs(self) -> None:
         dispatcher, dispatch = self.runner.cudagraph_dispatcher, self.runner.cudagraph_dispatcher.dispatch
@@ -178,14 +357,21 @@ class _Watch:
 
         dispatcher.dispatch = counted
 
-    def _watch_preemption(self, scheduler: Any) -> None:
-        preempt = scheduler._preempt_request
+    def _watch_scheduler(self, scheduler: Any) -> None:
+        preempt, schedule = scheduler._preempt_request, scheduler.schedule
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def preempted(*args: Any, **kwargs: Any) -> Any:
             self.counts["preemptions"] += 1
             return preempt(*args, **kwargs)
 
-        scheduler._preempt_request = counted
+        def scheduled(*args: Any, **kwargs: Any) -> Any:
+            self._schedules += 1
+            if self.preempt_every and self._schedules % self.preempt_every == 0:
+                scheduler.reset_prefix_cache(reset_running_requests=True)
+            return schedule(*args, **kwargs)
+
+        scheduler._preempt_request = preempted
+        scheduler.schedule = scheduled
 
 
 def _bits(value: float) -> int:
@@ -193,19 +379,31 @@ def _bits(value: float) -> int:
 
 
 def serve(
-    llm: Any, watch: _Watch, schedule: Schedule, prompts: Sequence[PromptSpec], drawn: dict[str, list[int]]
+    llm: Any,
+    watch: Watch,
+    schedule: Schedule,
+    prompts: Sequence[PromptSpec],
+    drawn: dict[str, list[int]],
+    *,
+    index_topk: int = 512,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> dict[str, Any]:
-    """Run one schedule. ``drawn`` has the tokens of another engine, by request, for an actor to recompute."""
-    from vllm import SamplingParams
+    """Run one schedule. ``drawn`` has tokens by request, for a schedule that recomputes."""
+    from vllm import RequestOutput, SamplingParams
 
-    order = list(prompts)
+    order = list(prompts) if ranks == 1 else list(prompts[rank::ranks])
+    if schedule.idle:
+        order = list(prompts) if rank == 0 else []
     if schedule.order_seed is not None:
         random.Random(schedule.order_seed).shuffle(order)
-    watch.counts.clear()
-    watch.digests.clear()
+    watch.clear()
+    watch.preempt_every = schedule.preempt_every
     started = time.monotonic()
     rows: dict[str, Any] = {}
-    step = schedule.at_once or len(order)
+    step = schedule.at_once or max(1, len(order))
+    if not order:  # this rank has nothing to do but to join the others' steps, until they are done
+        llm._run_engine(output_type=RequestOutput, use_tqdm=False)
     for at in range(0, len(order), step):
         batch = order[at : at + step]
         parameters = [
@@ -222,58 +420,189 @@ def serve(
             if schedule.recompute:
                 tokens = drawn[prompt.name]
                 entries = output.prompt_logprobs[len(prompt.tokens) :]
-                digests = None
             else:
                 tokens = list(output.outputs[0].token_ids)
                 entries = output.outputs[0].logprobs
-                seen = watch.digests[output.request_id]
-                digests = [seen[len(prompt.tokens) + i] for i in range(len(tokens))]
+            seen = watch.digests[output.request_id]
+            digests = [seen[len(prompt.tokens) + i] for i in range(len(tokens))]
             logprobs = [_bits(entry[token].logprob) for token, entry in zip(tokens, entries, strict=True)]
             rows[prompt.name] = {"tokens": tokens, "logprobs": logprobs, "digests": digests}
+            past = len(prompt.tokens) + len(tokens) - 4 * index_topk
+            watch.counts["tokens_past_top_k"] += max(0, min(len(tokens), past))
     return {
         "schedule": schedule.name,
         "seconds": round(time.monotonic() - started, 1),
         "did": dict(watch.counts),
+        "contradictions": watch.contradictions[:20],
         "requests": rows,
     }
 
 
+def start(checkpoint: pathlib.Path, settings: dict[str, Any]) -> Any:
+    """A ``vllm.LLM`` with :data:`COMMON` and ``settings``.
+
+    Without vLLM's warm-up of kernels: it compiles for minutes what no request here calls. What is called compiles when
+    the graphs are captured, or with the first request.
+    """
+    from vllm import LLM
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # as LLM does; before it, that is, before what the next line imports
+    from vllm.v1.worker import gpu_worker
+
+    gpu_worker.kernel_warmup = lambda worker: None
+    return LLM(model=str(checkpoint), **(COMMON | settings))
+
+
+def header(part: str, started: float, *, hooks: str = "ours") -> dict[str, Any]:
+    """What every record begins with: what ran, where, and by which code.
+
+    Args:
+        part: Name of the part.
+        started: ``time.monotonic()`` of when it began.
+        hooks: As of :class:`Engine`. ``ours`` demands that all four hooks are active in this process.
+
+    Raises:
+        AttestationError: A hook is not active, or something else holds the place of one of its edits.
+    """
+    import torch
+
+    attestation = None
+    if hooks != "absent":
+        import bi_kernels as bk
+
+        attestation = json.loads(bk.attest(required=PACKAGES if hooks == "ours" else ()).to_json())
+    return {
+        "part": part,
+        "command": shlex.join([pathlib.Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.monotonic() - started, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpus": int(os.environ.get("BI_E2E_GPUS", "0")),  # of the machine; this process may see fewer
+        "versions": {"python": sys.version.split()[0], "cuda": torch.version.cuda} | _versions(),
+        "attestation": attestation,
+        "assumed_ready": list(assume_ready()),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    others = ("torch", "vllm", "triton", "tilelang", "nvidia-cutlass-dsl", "tokenspeed-deepep")
+    for name in (*others, *PACKAGES):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def write_json(path: pathlib.Path, record: Any) -> None:
+    """Write a file that is either whole or not there: others wait for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def _wait_for(path: pathlib.Path) -> Any:
+    """The contents of a file that a process beside this one is going to write."""
+    failed = path.with_suffix(".failed")
+    while not path.is_file():
+        if failed.is_file():
+            raise SystemExit(f"{path}: expected the tokens of engine {FIRST}, which has failed.")
+        time.sleep(0.5)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _prepare(engine: Engine, rank: int) -> None:
+    """Before vLLM is imported: what no environment variable of :mod:`aligned_e2e.h200` can do."""
+    if engine.hooks == "absent" and importlib.util.find_spec("bi_kernels") is not None:
+        raise SystemExit("expected an import path without bi_kernels, found it. Set PYTHONPATH to vLLM alone.")
+    assume_ready()
+    if engine.settings.get("all2all_backend") == "deepep_low_latency":
+        # DeepEP's wheel is linked to NVSHMEM without saying where it is.
+        with contextlib.suppress(ModuleNotFoundError):
+            for folder in importlib.import_module("nvidia.nvshmem").__path__:
+                for library in pathlib.Path(folder, "lib").glob("libnvshmem_host.so*"):
+                    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+class _Reloads:
+    """The weights of an engine, and what reloading them did."""
+
+    def __init__(self, watch: Watch, weights: pathlib.Path, loaded: str) -> None:
+        from bi_reload import AddressLedger
+
+        self.worker, self.weights, self.loaded = watch.worker, weights, loaded
+        self.ledger = AddressLedger().record(self.worker.get_model())
+        self.record: dict[str, Any] = {"tensors": len(self.ledger), "moved": [], "seconds": [], "fingerprints": []}
+
+    def to(self, weights: str) -> None:
+        import torch
+
+        from bi_reload import vllm_reload
+
+        if weights != self.loaded:
+            torch.cuda.synchronize()
+            started = time.monotonic()
+            self.worker.reload_weights(weights_path=str(self.weights / weights))
+            torch.cuda.synchronize()
+            self.record["seconds"].append(round(time.monotonic() - started, 2))
+            self.loaded = weights
+        fingerprints = vllm_reload.live_fingerprints(self.worker)
+        text = json.dumps(fingerprints, sort_keys=True)
+        self.record["fingerprints"].append([weights, hashlib.sha256(text.encode()).hexdigest()])
+        self.record["moved"] = [str(difference) for difference in self.ledger.diff(self.worker.get_model())][:60]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Start one engine, serve its schedules, write the record."""
+    engines = ENGINES | QUICK
     parser = argparse.ArgumentParser(prog="aligned_e2e.vllm_engine", description=__doc__)
-    parser.add_argument("engine", choices=ENGINES)
-    parser.add_argument("--checkpoint", type=pathlib.Path, required=True)
+    parser.add_argument("engine", choices=engines)
+    parser.add_argument("--weights", type=pathlib.Path, required=True, help="folder of the checkpoints a and b")
     parser.add_argument("--output", type=pathlib.Path, required=True)
-    parser.add_argument("--drawn", type=pathlib.Path, help="record whose first schedule an actor recomputes")
-    parser.add_argument("--requests", type=int, default=48)
-    parser.add_argument("--max-tokens", type=int, default=52)
+    parser.add_argument("--drawn", type=pathlib.Path, help="the record of the first schedule of all")
+    parser.add_argument("--rank", type=int, default=0)
     arguments = parser.parse_args(argv)
-    engine = ENGINES[arguments.engine]
-    config = json.loads((arguments.checkpoint / "config.json").read_text())
-    prompts = make_prompts(config["vocab_size"], count=arguments.requests, max_tokens=arguments.max_tokens)
-    drawn = {}
-    if arguments.drawn is not None:
-        first = json.loads(arguments.drawn.read_text())["schedules"][0]
-        drawn = {name: row["tokens"] for name, row in first["requests"].items()}
-
-    from vllm import LLM
-
-    import bi_kernels as bk
-
+    faulthandler.dump_traceback_later(120, repeat=True)  # a hang then says where
     started = time.monotonic()
-    llm = LLM(model=str(arguments.checkpoint), **(COMMON | engine.settings))
+    engine, rank = engines[arguments.engine], arguments.rank
+    first = engine.schedules[0]
+    config = json.loads((arguments.weights / first.weights / "config.json").read_text())
+    prompts = prompts_of(engine, config["vocab_size"])
+    _prepare(engine, rank)
+
+    llm = start(arguments.weights / first.weights, engine.settings)
     start_seconds = round(time.monotonic() - started, 1)
-    watch = _Watch(llm)
-    record = {
+    print(f"== started in {start_seconds} s", flush=True)
+    watch = Watch(llm, digests_of_rows if engine.hooks in ("ours", "none") else _hashes_of_rows)
+    reloads = _Reloads(watch, arguments.weights, first.weights) if arguments.engine.startswith("reload") else None
+    schedules: list[dict[str, Any]] = []
+    for schedule in engine.schedules:
+        if reloads is not None:
+            reloads.to(schedule.weights)
+        drawn: dict[str, list[int]] = {}
+        if schedule.recompute:
+            source = schedules if schedule.recompute == "own" else _wait_for(arguments.drawn)["schedules"]
+            drawn = {name: row["tokens"] for name, row in source[0]["requests"].items()}
+        schedules.append(
+            serve(llm, watch, schedule, prompts, drawn, index_topk=config["index_topk"], rank=rank, ranks=engine.ranks)
+        )
+        if arguments.engine == FIRST and schedule is first:
+            write_json(arguments.drawn, {"schedules": schedules})
+        print(f"== {schedule.name}: {schedules[-1]['seconds']} s, {schedules[-1]['did']}", flush=True)
+    record = header(arguments.engine, started, hooks=engine.hooks) | {
         "engine": arguments.engine,
+        "rank": rank,
         "settings": COMMON | engine.settings,
         "start_seconds": start_seconds,
-        "attestation": json.loads(bk.attest().to_json()),
-        "schedules": [serve(llm, watch, schedule, prompts, drawn) for schedule in engine.schedules],
+        "schedules": schedules,
+        **({"reload": reloads.record} if reloads is not None else {}),
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    return 0
+    write_json(arguments.output, record)
+    faulthandler.cancel_dump_traceback_later()
+    # Nothing is left to be done, and a process that tears down CUDA beside others takes its time.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

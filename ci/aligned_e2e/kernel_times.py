@@ -1,0 +1,276 @@
+"""GPU time by layer and op, out of a profiler's trace, and what it says about a deeper model.
+
+A trace (Chrome's format, as torch.profiler writes it) holds the ranges that the host was in, the launches it made, and
+the kernels these became. A kernel belongs to the innermost range that its launch was made in. Kernels of several
+streams overlap, and a kernel that was launched early waits inside its own duration; so an instant counts once, for the
+kernel that began first, and times add up to the time in which the GPU was busy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+__all__ = [
+    "FLASH_RATIOS",
+    "FLASH_VOCABULARY",
+    "HEAD_OPS",
+    "LAYER_TYPES",
+    "Kernel",
+    "OpTime",
+    "compare_layers",
+    "compare_ops",
+    "extrapolate",
+    "forward_us",
+    "kernels",
+    "label",
+    "layer_times",
+    "op_times",
+    "overhead_percent",
+    "relabel",
+]
+
+FLASH_RATIOS = (0, 0, *(4 if i % 2 == 0 else 128 for i in range(41)))
+"""Compress ratio of each layer of DeepSeek-V4-Flash: two with the window only, then 4 and 128 by turns."""
+
+FLASH_VOCABULARY = 129280
+
+LAYER_TYPES = {0: "window only", 4: "C4", 128: "C128"}
+HEAD_OPS = ("lm_head", "log_softmax", "sampling")
+"""What grows with the vocabulary."""
+
+_PREFIX = "cost"
+_OTHER = "other"
+_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel of a trace.
+
+    Attributes:
+        start: Microseconds.
+        end: Microseconds.
+        name: Its name.
+        layer: Index of the layer that launched it; None outside of the layers.
+        op: Name of the op that launched it, ``other`` outside of every range.
+    """
+
+    start: float
+    end: float
+    name: str
+    layer: int | None
+    op: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """GPU time of one kernel in one op of one layer, per step.
+
+    Attributes:
+        layer: Index of the layer; None outside of the layers.
+        op: Name of the op, ``other`` outside of every range.
+        kernel: Name of the kernel.
+        us: Microseconds per step.
+        calls: Launches per step.
+    """
+
+    layer: int | None
+    op: str
+    kernel: str
+    us: float
+    calls: float
+
+
+def label(op: str, layer: int | None = None) -> str:
+    """Name of the range of ``op``, from which :func:`kernels` knows it again."""
+    return f"{_PREFIX}|{'' if layer is None else layer}|{op}"
+
+
+def kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
+    """The kernels, copies and fills of a trace by their start, each with the range that its launch was made in.
+
+    Args:
+        events: ``traceEvents`` of the trace.
+    """
+    ranges: list[tuple[float, float, str]] = []
+    launched: dict[int, float] = {}
+    found: list[tuple[float, float, str, int]] = []
+    for event in events:
+        category = event.get("cat")
+        if event.get("ph") != "X":
+            continue
+        start, end, name = float(event["ts"]), float(event["ts"]) + float(event["dur"]), str(event["name"])
+        if category == "user_annotation" and name.startswith(f"{_PREFIX}|"):
+            ranges.append((start, end, name))
+        elif category in _LAUNCHES and "correlation" in event.get("args", {}):
+            launched[int(event["args"]["correlation"])] = start
+        elif category in _KERNELS:
+            found.append((start, end, name, int(event.get("args", {}).get("correlation", -1))))
+    owners = _innermost(ranges, launched)
+    return [Kernel(start, end, name, *_parse(owners.get(launch))) for start, end, name, launch in sorted(found)]
+
+
+def relabel(graph: Sequence[Kernel], eager: Sequence[Kernel], graph_steps: int, eager_steps: int) -> list[Kernel]:
+    """Give the kernels of replayed graphs the ranges of the same kernels in eager steps.
+
+    A graph's launch says nothing about layers. But a step launches the same kernels either way, so that the n-th kernel
+    of a name is the n-th of that name in the other. Names that occur another number of times in a step stay ``other``.
+
+    Args:
+        graph: Kernels of ``graph_steps`` replayed steps.
+        eager: Kernels of ``eager_steps`` eager ones, of the same work.
+        graph_steps: See ``graph``.
+        eager_steps: See ``eager``.
+    """
+    ranges: defaultdict[str, list[tuple[int | None, str]]] = defaultdict(list)
+    for kernel in eager:
+        ranges[kernel.name].append((kernel.layer, kernel.op))
+    total = Counter(kernel.name for kernel in graph)
+    seen: Counter[str] = Counter()
+    result = []
+    for kernel in graph:
+        known = ranges[kernel.name]
+        if len(known) * graph_steps == total[kernel.name] * eager_steps and len(known) % eager_steps == 0:
+            layer, op = known[seen[kernel.name] % (len(known) // eager_steps)]
+            kernel = replace(kernel, layer=layer, op=op)
+        seen[kernel.name] += 1
+        result.append(kernel)
+    return result
+
+
+def op_times(found: Sequence[Kernel], steps: int) -> list[OpTime]:
+    """GPU time per step.
+
+    Args:
+        found: Kernels of ``steps`` steps, by their start.
+        steps: See ``found``.
+    """
+    us: defaultdict[tuple[int | None, str, str], float] = defaultdict(float)
+    calls: defaultdict[tuple[int | None, str, str], int] = defaultdict(int)
+    busy_until = float("-inf")
+    for kernel in found:
+        key = (kernel.layer, kernel.op, kernel.name)
+        us[key] += max(0.0, kernel.end - max(kernel.start, busy_until))
+        calls[key] += 1
+        busy_until = max(busy_until, kernel.end)
+    return [OpTime(*key, us=us[key] / steps, calls=calls[key] / steps) for key in us]
+
+
+def layer_times(times: Iterable[OpTime], ratios: Sequence[int]) -> dict[str, float]:
+    """Microseconds of one layer of each type, the mean over the layers of that type.
+
+    Args:
+        times: Of one step.
+        ratios: Compress ratio of each layer of the model that was measured.
+    """
+    total: defaultdict[str, float] = defaultdict(float)
+    for time in times:
+        if time.layer is not None:
+            total[LAYER_TYPES[ratios[time.layer]]] += time.us
+    counts = [LAYER_TYPES[ratio] for ratio in ratios]
+    return {name: total[name] / counts.count(name) for name in LAYER_TYPES.values() if name in counts}
+
+
+def forward_us(times: Iterable[OpTime]) -> float:
+    """Microseconds in which the GPU was busy with the model's forward: all but the head, sampling and ``other``."""
+    return sum(time.us for time in times if time.op not in (*HEAD_OPS, _OTHER))
+
+
+def extrapolate(times: Sequence[OpTime], ratios: Sequence[int], vocabulary: int, measured_us: float) -> float | None:
+    """Microseconds of a step of DeepSeek-V4-Flash's 43 layers and vocabulary; None if a layer type's are missing.
+
+    Layers take what was measured without a profiler, gaps between kernels included, in the proportions of the profile.
+
+    Args:
+        times: Of one step.
+        ratios: As for :func:`layer_times`.
+        vocabulary: Of the model that was measured.
+        measured_us: GPU time of the model's forward, measured without a profiler.
+    """
+    layers, busy = layer_times(times, ratios), forward_us(times)
+    if not busy or any(LAYER_TYPES[ratio] not in layers for ratio in FLASH_RATIOS):
+        return None
+    once = [time for time in times if time.layer is None]
+    forward = sum(layers[LAYER_TYPES[ratio]] for ratio in FLASH_RATIOS) + forward_us(once)
+    head = sum(time.us for time in once if time.op in HEAD_OPS) * FLASH_VOCABULARY / vocabulary
+    other = sum(time.us for time in once if time.op == _OTHER)
+    return forward * measured_us / busy + head + other
+
+
+def compare_layers(stock: Mapping[str, float], aligned: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The record's ``layers``: a row for each layer type that both sides have."""
+    return [
+        {"layer_type": name, "stock_us": round(stock[name], 2), "aligned_us": round(aligned[name], 2)}
+        for name in LAYER_TYPES.values()
+        if name in stock and name in aligned
+    ]
+
+
+def compare_ops(stock: Sequence[OpTime], aligned: Sequence[OpTime], *, longest: int = 8) -> list[dict[str, Any]]:
+    """The record's ``ops``: a row for each op, all layers together, the largest excess first.
+
+    Args:
+        stock: Times of one step of stock.
+        aligned: Times of one step with the hooks.
+        longest: So many kernels of each side are listed by name.
+    """
+    rows = []
+    for op in dict.fromkeys(time.op for time in (*stock, *aligned)):
+        mine = [[time for time in times if time.op == op] for times in (stock, aligned)]
+        us = [round(sum(time.us for time in times), 2) for times in mine]
+        calls = [round(sum(time.calls for time in times), 1) for times in mine]
+        rows.append(
+            {
+                "op": op,
+                "stock_us": us[0],
+                "aligned_us": us[1],
+                "calls": calls[1],
+                "stock_calls": calls[0],
+                "stock_kernels": _longest(mine[0], longest),
+                "aligned_kernels": _longest(mine[1], longest),
+            }
+        )
+    return sorted(rows, key=lambda row: row["stock_us"] - row["aligned_us"])
+
+
+def overhead_percent(stock_seconds: float, aligned_seconds: float) -> float:
+    """How much longer aligned takes for the same work; negative if it is faster."""
+    return round(100 * (aligned_seconds / stock_seconds - 1), 2)
+
+
+def _innermost(ranges: list[tuple[float, float, str]], launched: Mapping[int, float]) -> dict[int, str | None]:
+    """Innermost range of each launch; ranges of one thread either nest or follow each other."""
+    ranges = sorted(ranges, key=lambda item: (item[0], -item[1]))
+    owners: dict[int, str | None] = {}
+    opened: list[tuple[float, float, str]] = []
+    at = 0
+    for correlation, time in sorted(launched.items(), key=lambda item: item[1]):
+        while at < len(ranges) and ranges[at][0] <= time:
+            opened.append(ranges[at])
+            at += 1
+        while opened and opened[-1][1] < time:
+            opened.pop()
+        # A closed range may still lie below an open one that began later.
+        owners[correlation] = next((name for _, end, name in reversed(opened) if end >= time), None)
+    return owners
+
+
+def _parse(name: str | None) -> tuple[int | None, str]:
+    if name is None:
+        return None, _OTHER
+    _, layer, op = name.split("|")
+    return int(layer) if layer else None, op
+
+
+def _longest(times: Iterable[OpTime], count: int) -> list[list[Any]]:
+    """``[kernel, microseconds, calls]`` of the longest kernels, all layers together."""
+    us: defaultdict[str, float] = defaultdict(float)
+    calls: defaultdict[str, float] = defaultdict(float)
+    for time in times:
+        us[time.kernel[:100]] += time.us
+        calls[time.kernel[:100]] += time.calls
+    return [[name, round(us[name], 2), round(calls[name], 1)] for name in sorted(us, key=lambda n: -us[n])[:count]]

@@ -1,0 +1,97 @@
+"""The end-to-end part of README.md: ``python -m aligned_e2e.readme_table``, with ``--check`` to compare only.
+
+It stands between two marks and is made from the committed report of profile h200; without one it says that there is
+none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from .report_view import Compared, Record, comparisons, load_report, number, rows_of, text
+
+__all__ = ["END", "REPORT", "START", "block", "main", "rewritten"]
+
+ROOT = pathlib.Path(__file__).parents[2]
+REPORT = ROOT / "ci" / "aligned_e2e" / "results" / "h200" / "report.json"
+START, END = "<!-- python -m aligned_e2e.readme_table -->\n", "<!-- end of aligned_e2e -->\n"
+_KINDS = {
+    "rollout": "schedules of the same requests",
+    "actor": "actors",
+    "reload": "weight reload",
+    "two GPUs": "two GPUs",
+}
+
+
+def block(report: Record | None) -> str:
+    """What stands between the marks.
+
+    Args:
+        report: The report, or None if there is none.
+    """
+    if report is None:
+        return "Profile `h200`: not run in this form.\n"
+    compared = list(comparisons(report))
+    lines = [_row("compared", "runs", "tokens", "different"), _row("---", "--:", "--:", "--:")]
+    lines += [_counted(name, [c for c in compared if c.kind == kind]) for kind, name in _KINDS.items()]
+    stock, other = number(report, "stock", "tokens"), number(report, "stock", "tokens_different")
+    lines += [_row("stock vLLM, for comparison", 1, _shown(stock), _shown(other)), ""]
+    faults = rows_of(report, "sabotages")
+    caught = f"{sum(row.get('caught') is True for row in faults)} of {len(faults)}" if faults else "not run"
+    failures = report.get("failures")
+    ending = f"failures: {len(failures) if isinstance(failures, list) else 'not run'}"
+    lines += [f"Faults on purpose caught: {caught}; {ending}.", ""]
+    cost = rows_of(report, "cost")
+    if not cost:
+        return "\n".join([*lines, "Speed against stock vLLM: not run.", ""])
+    lines += [_row("tokens/s", "batch", "stock", "aligned", "slower by"), _row("---", "--:", "--:", "--:", "--:")]
+    for row in cost:
+        rates = (_shown(number(row, key)) for key in ("batch", "stock_tok_s", "aligned_tok_s"))
+        lines.append(_row(text(row, "workload") or "-", *rates, _percent(number(row, "overhead_percent"))))
+    return "\n".join([*lines, ""])
+
+
+def rewritten(readme: str, report: Record | None) -> str:
+    """README.md's text with the block made anew."""
+    before, rest = readme.split(START)
+    return before + START + "\n" + block(report) + "\n" + END + rest.split(END)[1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the block anew, or with ``--check`` return 1 if it is another one than that."""
+    parser = argparse.ArgumentParser(prog="aligned_e2e.readme_table", description=main.__doc__)
+    parser.add_argument("--check", action="store_true", help="only compare")
+    arguments = parser.parse_args(argv)
+    readme = ROOT / "README.md"
+    old = readme.read_text(encoding="utf-8")
+    new = rewritten(old, load_report(REPORT) if REPORT.is_file() else None)
+    if not arguments.check:
+        readme.write_text(new, encoding="utf-8")
+    return int(arguments.check and new != old)
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _counted(name: str, found: Sequence[Compared]) -> str:
+    ran = [c for c in found if c.state != "open"]
+    if not ran:
+        return _row(name, "not run", "", "")
+    runs = f"{len(ran)} of {len(found)}" if len(ran) < len(found) else len(ran)
+    return _row(name, runs, _shown(sum(c.compared or 0 for c in ran)), _shown(sum(c.different or 0 for c in ran)))
+
+
+def _shown(value: float | None) -> str:
+    return "not run" if value is None else f"{value:,.0f}"
+
+
+def _percent(value: float | None) -> str:
+    return "not run" if value is None else f"{value:+.1f} %"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,547 @@
+"""What aligned mode costs: stock vLLM against the four hooks, by turns, on one GPU.
+
+``python -m aligned_e2e.vllm_cost --checkpoint DIR --parts DIR [--limit SECONDS]``. Stock is vLLM with the flag off and
+no plug-in, once with its own choice of expert kernels and once with DeepGEMM's; the faster of the two in a workload is
+its baseline. All engines live at once and only one works at a time; a workload goes around them several times, and
+medians count. Then each side runs a few steps under a profiler, which gives GPU time by layer type and op and, from
+that, the time of a step of all 43 layers of DeepSeek-V4-Flash.
+
+The checkpoint is generated if it is not there, while the kernels that need minutes to compile in one process are
+compiled in many. ``PARTS/cost.json`` is written after every workload, so that whatever was measured before ``--limit``
+is kept. Exit code 0: everything was measured; 1: something is missing, and ``not_run`` says what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+from .kernel_times import (
+    FLASH_RATIOS,
+    OpTime,
+    compare_layers,
+    compare_ops,
+    extrapolate,
+    forward_us,
+    layer_times,
+    overhead_percent,
+)
+from .vllm_cost_engine import SETTINGS, TOKENS_OF_A_STEP
+
+__all__ = ["SIDES", "WORKLOADS", "Child", "Clock", "Side", "SideError", "Workload", "main", "measure_all", "summarise"]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One engine of the comparison.
+
+    Attributes:
+        aligned: Whether the hooks are on.
+        settings: Arguments of ``vllm.LLM`` beside the common ones.
+        environment: Variables of its process beside the common ones.
+    """
+
+    aligned: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=lambda: {"VLLM_PLUGINS": "none"})
+
+
+SIDES = {
+    "stock": Side(),
+    "stock deep_gemm": Side(settings={"moe_backend": "deep_gemm"}),
+    "aligned": Side(aligned=True, environment={"VLLM_BATCH_INVARIANT": "1"}),
+}
+_ALIGNED = "aligned"
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+_UNSET = ("BI_PARTIAL", "VLLM_BATCH_INVARIANT", "VLLM_PLUGINS")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One line of the table.
+
+    Attributes:
+        name: For the report.
+        kind: ``decode``, ``prefill`` or ``mixed``, as :meth:`CostEngine.measure` has them.
+        batch: Requests that decode, or prompts of one step.
+        length: Tokens of a new prompt; 0 for none.
+        steps: Steps of one turn.
+        profiled: Whether the profiler looks at it too.
+    """
+
+    name: str
+    kind: str
+    batch: int
+    length: int
+    steps: int
+    profiled: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """For the engine."""
+        return {"kind": self.kind, "batch": self.batch, "length": self.length}
+
+
+CONTEXT = 4096
+"""Tokens of the prompts behind which requests decode: past 4 x index_topk, so that C4 layers select."""
+
+# Largest batch first: one filling serves all, and requests are dropped on the way down.
+WORKLOADS = (
+    Workload("decode", "decode", 128, 0, 24, profiled=True),
+    Workload("decode", "decode", 32, 0, 24, profiled=True),
+    Workload("mixed: one 2k prompt a step", "mixed", 32, 2048, 6),
+    Workload("decode", "decode", 8, 0, 32),
+    Workload("decode", "decode", 1, 0, 32, profiled=True),
+    Workload("prefill 1k", "prefill", 1, 1024, 8),
+    Workload("prefill 1k", "prefill", 8, 1024, 3),
+    Workload("prefill 8k", "prefill", 1, 8192, 3, profiled=True),
+)
+_MAIN = ("decode", 32)  # whose profile is the record's ``layers``, ``ops`` and ``extrapolated``
+
+ROUNDS = 7
+_MEASURING = 90.0  # seconds that are kept for measuring when an engine does not get ready
+_TURN = 90.0  # no answer takes longer than that, but a start
+_HEAD_START = 45.0  # of those that compile: an engine loads weights for about as long before it needs them
+
+
+class SideError(Exception):
+    """An engine failed, or did not answer in time.
+
+    Attributes:
+        alive: Whether it said so itself, and can go on.
+    """
+
+    def __init__(self, message: str, *, alive: bool = False) -> None:
+        super().__init__(message)
+        self.alive = alive
+
+
+class Clock:
+    """Seconds since the start, and up to the limit."""
+
+    def __init__(self, limit: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._start = now()
+        self._limit = limit
+
+    def spent(self) -> float:
+        """Seconds since the start."""
+        return self._now() - self._start
+
+    def left(self) -> float:
+        """Seconds up to the limit."""
+        return self._limit - self.spent()
+
+
+class Engine(Protocol):
+    """What the measurement asks of a side."""
+
+    def ask(self, name: str, timeout: float, **arguments: Any) -> Any:
+        """The engine's answer; raises SideError."""
+
+
+class Child:
+    """An engine's process, and the connection to it."""
+
+    def __init__(self, name: str, side: Side, log: Path) -> None:
+        self.name, self.log = name, log
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", "aligned_e2e.vllm_cost_engine", "serve", "--fd", str(theirs.fileno())]
+        with log.open("w", encoding="utf-8") as file:
+            self.process = subprocess.Popen(
+                [*command, *(["--aligned"] if side.aligned else [])],
+                env=_environment(side.environment),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+            )
+        theirs.close()
+        self.connection: Connection = ours
+
+    def send(self, name: str, **arguments: Any) -> None:
+        """Send a command without waiting for its answer."""
+        with contextlib.suppress(BrokenPipeError):  # its death is found when its answer is asked for
+            self.connection.send((name, arguments))
+
+    def receive(self, timeout: float) -> Any:
+        """The next answer.
+
+        Raises:
+            SideError: There is none; the process is ended.
+        """
+        try:
+            if not self.connection.poll(max(0.0, timeout)):
+                with contextlib.suppress(ProcessLookupError):
+                    self.process.send_signal(signal.SIGUSR1)  # it writes its stacks to its log
+                time.sleep(1)
+                self.end()
+                raise SideError(f"{self.name}: no answer in time; {self.log} ends with\n{self.tail()}")
+            state, answer = self.connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)  # for its own exit code
+            self.end()
+            code = self.process.returncode
+            raise SideError(f"{self.name}: ended, exit code {code}; {self.log} ends with\n{self.tail()}") from error
+        if state != "ok":
+            raise SideError(f"{self.name}: {answer}; {self.log} ends with\n{self.tail()}", alive=True)
+        return answer
+
+    def ask(self, name: str, timeout: float, **arguments: Any) -> Any:
+        """A command and its answer."""
+        self.send(name, **arguments)
+        return self.receive(timeout)
+
+    def tail(self, lines: int = 40) -> str:
+        """The end of the log."""
+        return "\n".join(line[-400:] for line in self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def end(self) -> None:
+        """End the process, which may be busy."""
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def measure_all(engines: dict[str, Engine], clock: Clock, record: dict[str, Any], save: Callable[[], None]) -> None:
+    """Every workload on every side, by turns; a side that fails is dropped.
+
+    Args:
+        engines: By side; changed when one fails.
+        clock: Nothing is begun that has no time left.
+        record: Gets ``cost``, ``profiles`` and the rest, and a line in ``not_run`` for what is missing.
+        save: Called after every workload.
+    """
+
+    def each(what: str, name: str, sides: Sequence[str] = tuple(SIDES), **arguments: Any) -> dict[str, Any]:
+        answers = {}
+        for side in [side for side in sides if side in engines]:
+            try:
+                answers[side] = engines[side].ask(name, min(_TURN, clock.left()), **arguments)
+            except SideError as error:
+                record["not_run"].append({"what": f"{what} on {side}", "why": str(error)})
+                print(error, flush=True)
+                if not (error.alive and name == "profile"):  # in another step, requests may be left behind
+                    del engines[side]
+        return answers
+
+    def copy() -> None:
+        record["copy_gb_s"] += each("copy", "copy_gb_s", list(engines)[:1]).values()
+
+    copy()
+    for workload in WORKLOADS:
+        what = f"{workload.name}, batch {workload.batch}"
+        if not engines or clock.left() < 10:
+            record["not_run"].append({"what": what, "why": "no time left" if engines else "no engine left"})
+            continue
+        if workload is WORKLOADS[0]:
+            each("filling", "fill", count=workload.batch, length=CONTEXT)
+        elif workload.kind != "mixed":
+            each("dropping requests", "keep", count=workload.batch if workload.kind == "decode" else 0)
+        each(what, "measure", **workload.arguments, steps=2)  # compiles what is new
+        turns: dict[str, list[dict[str, Any]]] = {side: [] for side in engines}
+        for done in range(ROUNDS):
+            if done >= 3 and clock.left() < _MEASURING / 3:
+                break
+            for side, turn in each(what, "measure", **workload.arguments, steps=workload.steps).items():
+                turns[side].append(turn)
+        row = cost_row(workload, turns)
+        record["cost"].append(row)
+        _print_row(clock, row)
+        save()
+        if not workload.profiled:
+            continue
+        sides = (row["stock_baseline"], _ALIGNED)
+        times: dict[str, list[OpTime]] = {}
+        if clock.left() > 25:
+            arguments = workload.arguments | {"steps": min(4, workload.steps)}
+            times = each(f"profile of {what}", "profile", sides, **arguments)
+        if len(times) < 2:
+            record["not_run"].append({"what": f"profile of {what}", "why": "no time left, or a side is missing"})
+            continue
+        _add_profile(workload, row, times[row["stock_baseline"]], times[_ALIGNED], record)
+        save()
+    if clock.left() > 5:
+        copy()
+
+
+def cost_row(workload: Workload, turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """A line of ``cost``: medians over the turns, stock being the faster of its two engines; None where it failed."""
+    speed = {
+        side: statistics.median(turn["tokens"] / turn["seconds"] for turn in side_turns)
+        for side, side_turns in turns.items()
+        if side_turns
+    }
+    forward = {side: statistics.median(t["forward_us"] for t in turns[side]) for side in speed}
+    stock = max((side for side in speed if side != _ALIGNED), key=lambda side: speed[side], default=None)
+    both = stock is not None and _ALIGNED in speed
+    return {
+        "workload": workload.name,
+        "batch": workload.batch,
+        "stock_tok_s": round(speed[stock], 1) if stock else None,
+        "aligned_tok_s": round(speed[_ALIGNED], 1) if _ALIGNED in speed else None,
+        "overhead_percent": overhead_percent(1 / speed[stock], 1 / speed[_ALIGNED]) if stock and both else None,
+        "stock_baseline": stock,
+        "stock_forward_us": round(forward[stock], 1) if stock else None,
+        "aligned_forward_us": round(forward[_ALIGNED], 1) if _ALIGNED in forward else None,
+        "forward_overhead_percent": overhead_percent(forward[stock], forward[_ALIGNED]) if stock and both else None,
+        "turns": {
+            side: [round(turn["tokens"] / turn["seconds"], 1) for turn in side_turns]
+            for side, side_turns in turns.items()
+        },
+        "modes": {side: side_turns[-1]["modes"] for side, side_turns in turns.items() if side_turns},
+        "forwards": {side: side_turns[-1]["forwards"] for side, side_turns in turns.items() if side_turns},
+    }
+
+
+def _add_profile(
+    workload: Workload,
+    row: Mapping[str, Any],
+    stock: Sequence[OpTime],
+    aligned: Sequence[OpTime],
+    record: dict[str, Any],
+) -> None:
+    profile: dict[str, Any] = {"workload": workload.name, "batch": workload.batch}
+    profile |= {name: row[name] for name in ("stock_baseline", "stock_forward_us", "aligned_forward_us")}
+    measured = (row["stock_forward_us"], row["aligned_forward_us"])
+    profile |= summarise(stock, aligned, record["model"]["ratios"], record["model"]["vocabulary"], measured)
+    record["profiles"].append(profile)
+    if (workload.name, workload.batch) == _MAIN or not record["layers"]:
+        record |= {name: profile[name] for name in ("layers", "ops", "extrapolated")}
+    print(f"    {json.dumps(profile['layers'])}\n    {json.dumps(profile['extrapolated'])}")
+    for op in profile["ops"]:
+        print(f"    {op['op']:34} stock {op['stock_us']:9.1f} us  aligned {op['aligned_us']:9.1f} us", flush=True)
+
+
+def summarise(
+    stock: Sequence[OpTime],
+    aligned: Sequence[OpTime],
+    ratios: Sequence[int],
+    vocabulary: int,
+    measured_us: tuple[float, float],
+) -> dict[str, Any]:
+    """``layers``, ``ops`` and ``extrapolated`` of one profiled workload.
+
+    Args:
+        stock: Times of a step of the baseline.
+        aligned: Times of a step with the hooks.
+        ratios: Compress ratio of each layer of the model that was measured.
+        vocabulary: Its vocabulary.
+        measured_us: GPU time of the model's forward without a profiler, on both sides.
+    """
+    sides = (stock, aligned)
+    whole = [extrapolate(times, ratios, vocabulary, us) for times, us in zip(sides, measured_us, strict=True)]
+    return {
+        "layers": compare_layers(layer_times(stock, ratios), layer_times(aligned, ratios)),
+        "ops": compare_ops(stock, aligned),
+        "forward_busy_us": [round(forward_us(times), 1) for times in sides],
+        "extrapolated": {
+            "layers": len(FLASH_RATIOS),
+            "stock_us": whole[0] and round(whole[0], 1),
+            "aligned_us": whole[1] and round(whole[1], 1),
+            "overhead_percent": overhead_percent(whole[0], whole[1]) if whole[0] and whole[1] else None,
+        },
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the engines, measure, write the record."""
+    parser = argparse.ArgumentParser(prog="aligned_e2e.vllm_cost", description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, required=True, help="generated there unless it is complete")
+    parser.add_argument("--parts", type=Path, required=True, help="where cost.json and the logs go")
+    parser.add_argument("--limit", type=float, default=400.0, help="seconds for everything")
+    parser.add_argument("--size", default="slice", help="of a checkpoint that is generated")
+    arguments = parser.parse_args(argv)
+    clock = Clock(arguments.limit - 10)  # the last seconds are for ending the engines
+    parts: Path = arguments.parts
+    parts.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {
+        "part": "cost",
+        "command": " ".join(sys.argv),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "settings": SETTINGS,
+        "context": CONTEXT,
+        "sides": {},
+        "copy_gb_s": [],
+        "cost": [],
+        "layers": [],
+        "ops": [],
+        "extrapolated": None,
+        "profiles": [],
+        "left_out": "contracts and self-tests of the hooks",
+        "not_run": [],
+    }
+
+    def save() -> None:
+        record["seconds"] = round(clock.spent(), 1)
+        text = json.dumps(record) + "\n"
+        (parts / "cost.json.new").write_text(text, encoding="utf-8")
+        (parts / "cost.json.new").replace(parts / "cost.json")
+
+    save()
+    children: dict[str, Child] = {}
+    others: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        children = {name: Child(name, side, parts / f"cost-{_file(name)}.log") for name, side in SIDES.items()}
+        prepare(arguments.checkpoint, arguments.size, parts, clock, others)
+        start(children, arguments.checkpoint, clock, record)
+        record["not_compiled_ahead"] = [name for name, process in others.items() if process.poll() != 0]
+        print(f"[{clock.spent():5.0f} s] not compiled ahead: {record['not_compiled_ahead']}", flush=True)
+        save()
+        engines: dict[str, Engine] = dict(children)
+        measure_all(engines, clock, record, save)
+    except SideError as error:
+        record["not_run"].append({"what": "cost", "why": str(error)})
+        print(error, flush=True)
+    finally:
+        for process in others.values():
+            _end(process)
+        for child in children.values():
+            child.end()
+        save()
+    for missing in record["not_run"]:
+        print(f"NOT RUN {missing['what']}: {missing['why'].splitlines()[0]}", flush=True)
+    print(f"{parts / 'cost.json'}: {clock.spent():.0f} s")
+    return 1 if record["not_run"] else 0
+
+
+def prepare(
+    checkpoint: Path, size: str, parts: Path, clock: Clock, processes: dict[str, subprocess.Popen[bytes]]
+) -> None:
+    """Generate the checkpoint and compile ahead; returns as soon as it is there and engines are worth starting.
+
+    Raises:
+        SideError: There is no checkpoint.
+    """
+    generator = None
+    if not (checkpoint / "model.safetensors.index.json").is_file():
+        command = ["aligned_e2e.vllm_checkpoint", str(checkpoint), "--size", size, "--device", "cuda"]
+        generator = _start(command, parts / "cost-checkpoint.log")
+        processes["checkpoint"] = generator
+    compilers = {" ".join(job[1:]): _start(job, parts / f"cost-compile-{'-'.join(job[1:])}.log") for job in _jobs()}
+    processes |= compilers
+    if generator is not None:
+        try:
+            code = generator.wait(timeout=max(1.0, clock.left() - _MEASURING))
+        except subprocess.TimeoutExpired:
+            code = None
+        if code != 0:
+            log = (parts / "cost-checkpoint.log").read_text(errors="replace")[-2000:]
+            raise SideError(f"checkpoint: exit code {code} after {clock.spent():.0f} s\n{log}")
+        print(f"[{clock.spent():5.0f} s] checkpoint generated", flush=True)
+    while clock.spent() < _HEAD_START and any(process.poll() is None for process in compilers.values()):
+        time.sleep(0.5)
+
+
+def start(children: dict[str, Child], checkpoint: Path, clock: Clock, record: dict[str, Any]) -> None:
+    """Start all engines side by side; those that are not ready in time are dropped.
+
+    Raises:
+        SideError: Stock or aligned is missing, so that there is nothing to compare.
+    """
+    waiting = dict(children)
+    imported: set[str] = set()
+    while waiting:
+        timeout = clock.left() - _MEASURING
+        ready = wait([child.connection for child in waiting.values()], timeout=max(0.0, timeout))
+        for name, child in tuple(waiting.items()):
+            if ready and child.connection not in ready:
+                continue
+            try:
+                answer = child.receive(0)
+            except SideError as error:
+                record["not_run"].append({"what": f"start of {name}", "why": str(error)})
+                print(error, flush=True)
+                child.end()  # its memory is for the others
+                del waiting[name], children[name]
+                continue
+            if name not in imported:
+                imported.add(name)
+                child.send("start", checkpoint=str(checkpoint), settings=dict(SIDES[name].settings))
+                continue
+            del waiting[name]
+            shown = {key: value for key, value in answer.items() if key not in ("attestation", "assumed_ready")}
+            print(f"[{clock.spent():5.0f} s] {name} is ready: {json.dumps(shown)}", flush=True)
+            record["sides"][name] = {key: answer[key] for key in ("start_seconds", "experts", "attention", "gpu_gib")}
+            record["model"] = {"ratios": answer["ratios"], "vocabulary": answer["vocabulary"]}
+            for key in ("gpu", "versions", "attestation", "assumed_ready"):
+                if key in answer:
+                    record[key] = answer[key]
+        if _ALIGNED not in children or len(children) < 2:
+            raise SideError(f"nothing to compare: {', '.join(children) or 'no engine'} alone is left")
+
+
+def _jobs() -> list[list[str]]:
+    """Commands that compile what an engine of V4-Flash's shapes would compile one after another."""
+    engine = "aligned_e2e.vllm_cost_engine"
+    products = ((1536, 4096, 0), (32768, 1024, 0), (4096, 8192, 0), (8192, 1024, 0), (4096, 4096, 0), (4096, 2048, 0),
+                (4096, 4096, 256), (4096, 2048, 256))  # fmt: skip
+    tokens = [t for t in TOKENS_OF_A_STEP if t != 128 and t != 2080]  # compiled as 32 and 2,048 are
+    return [[engine, "product", *map(str, shape)] for shape in products] + [
+        [engine, "mhc", "4096", str(count)] for count in tokens
+    ]
+
+
+def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("w", encoding="utf-8") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env=_environment({"VLLM_PLUGINS": "none"}),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in _UNSET}
+    benchmarks = Path(__file__).resolve().parents[2] / "packages" / "bi-kernels" / "benchmarks"
+    ci = Path(__file__).resolve().parents[1]
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", ""), str(ci), str(benchmarks)]))
+    return {"CUDA_VISIBLE_DEVICES": "0"} | inherited | _ENVIRONMENT | {"PYTHONPATH": path} | dict(more)
+
+
+def _print_row(clock: Clock, row: Mapping[str, Any]) -> None:
+    print(
+        f"[{clock.spent():5.0f} s] {row['workload']:28} batch {row['batch']:3}: {row['stock_baseline']} "
+        f"{row['stock_tok_s']} tok/s, aligned {row['aligned_tok_s']} tok/s, {row['overhead_percent']} % slower; "
+        f"forward {row['stock_forward_us']} and {row['aligned_forward_us']} us, {row['forward_overhead_percent']} %; "
+        f"{row['modes']}",
+        flush=True,
+    )
+
+
+def _file(name: str) -> str:
+    return name.replace(" ", "-").replace("_", "-")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,467 @@
+"""One vLLM engine that measures when it is told to; a process that :mod:`aligned_e2e.vllm_cost` starts.
+
+Several live on one GPU at once and only one works at a time, so that all see the same clocks and temperature. The
+engine core runs in this process, because its runner is timed. vLLM is imported only where it is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import importlib
+import json
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from .kernel_times import Kernel, OpTime, kernels, label, op_times, relabel
+
+__all__ = ["SETTINGS", "CostEngine", "compile_mhc", "compile_product", "main", "replace_plans", "serve"]
+
+SETTINGS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "bfloat16",
+    "kv_cache_dtype": "fp8",
+    "max_model_len": 16384,
+    # Room for 8,192 tokens of prompts beside 128 requests that decode.
+    "max_num_batched_tokens": 8192 + 128,
+    "max_num_seqs": 128,
+    # Three engines share the GPU, and each is told the size of its cache.
+    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 4 << 30,
+    "enable_prefix_caching": False,
+    "async_scheduling": False,
+    "seed": 0,
+    "compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 128]},
+}
+"""Arguments of ``vllm.LLM``, the same for every engine."""
+
+TOKENS_OF_A_STEP = (1, 8, 32, 128, 1024, 2048, 2080, 8192)
+"""Numbers of tokens in a step of the workloads. Others would cost stock vLLM some ten seconds of compiling each."""
+
+_LONG = 4000  # tokens that a decoding request may draw, more than any run does
+_VOCABULARY_START = 2
+
+
+def replace_plans() -> list[str]:
+    """Turn the hooks of all four packages on in this process, also those that do not count as ready yet.
+
+    Contracts and self-tests are left out: this process measures time, and they would compile for minutes. Processes
+    that vLLM starts for a look at the model class load no plug-ins.
+
+    Returns:
+        Targets of the patches that did not count as ready.
+
+    Raises:
+        RuntimeError: A package's hooks did not become active.
+    """
+    from bi_kernels.runtime import hooks
+    from bi_kernels.runtime.packages import PACKAGES
+
+    assumed: list[str] = []
+    for import_name in PACKAGES.values():
+        module: Any = importlib.import_module(f"{import_name}.vllm_hook")
+        assumed += [patch.target for patch in module.PLAN.patches_for("0.26") if not patch.ready]
+        patches = tuple(dataclasses.replace(patch, ready=True, needs="") for patch in module.PLAN.patches)
+        module.PLAN = dataclasses.replace(module.PLAN, patches=patches, contracts=(), self_tests=())
+    proof: Any = importlib.import_module("bi_moe_deepep.deep_gemm_proof")
+    proof.prove_deep_gemm = lambda *args, **kwargs: ()  # before the experts' hook takes the name from there
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    inactive = sorted(set(PACKAGES) - set(hooks.active_records()))
+    if inactive:
+        raise RuntimeError(f"hooks: expected all four packages active, got none of {', '.join(inactive)}")
+    os.environ["VLLM_PLUGINS"] = "none"
+    return assumed
+
+
+class CostEngine:
+    """An engine, the requests that it is decoding, and measurements of its steps.
+
+    Args:
+        checkpoint: Of the model.
+        settings: What differs from :data:`SETTINGS`.
+        assumed_ready: What :func:`replace_plans` returned; None without hooks.
+    """
+
+    def __init__(self, checkpoint: str, settings: dict[str, Any], *, assumed_ready: list[str] | None) -> None:
+        from vllm import LLM
+        from vllm.v1.worker import gpu_worker
+
+        # It compiles for hundreds of shapes; those of the workloads run before they are timed.
+        gpu_worker.kernel_warmup = lambda worker: None
+        started = time.monotonic()
+        self.llm = LLM(model=checkpoint, **(SETTINGS | settings))
+        self.start_seconds = round(time.monotonic() - started, 1)
+        self.assumed_ready = assumed_ready
+        self.engine = self.llm.llm_engine
+        self.runner = self.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        self.model = self.runner.get_model()
+        self.vocabulary = int(self.model.config.vocab_size)
+        self.running: list[str] = []
+        self.modes: Counter[str] = Counter()
+        self._eager = False
+        self._forwards: list[tuple[Any, Any]] = []
+        self._random = random.Random(0)
+        self._number = 0
+        self._watch()
+
+    def describe(self) -> dict[str, Any]:
+        """What was started: versions, expert kernels, layer types, memory; and, with the hooks, the attestation."""
+        import torch
+
+        import bi_kernels
+        from bi_kernels.runtime.packages import distribution_version
+
+        free, total = torch.cuda.mem_get_info()
+        method = self._layers()[0].ffn.experts.routed_experts.quant_method
+        found = {
+            "start_seconds": self.start_seconds,
+            "vocabulary": self.vocabulary,
+            "ratios": [0 if layer.attn.compress_ratio == 1 else layer.attn.compress_ratio for layer in self._layers()],
+            "experts": f"{getattr(method, 'fp8_backend', None)}, {getattr(method, 'experts_cls', None)}",
+            "attention": type(self._layers()[0].attn).__name__,
+            "gpu": torch.cuda.get_device_name(),
+            "gpu_gib": round((total - free) / 2**30, 1),
+            "versions": {name: distribution_version(name) for name in ("torch", "vllm", "triton")},
+        }
+        if self.assumed_ready is not None:
+            os.environ.pop("VLLM_PLUGINS", None)  # it was for vLLM's own processes, and is part of the attestation
+            found["assumed_ready"] = self.assumed_ready
+            found["attestation"] = json.loads(bi_kernels.attest().to_json())
+        return found
+
+    def copy_gb_s(self) -> float:
+        """Bandwidth of a device-to-device copy, bytes read and written."""
+        import torch
+
+        timing: Any = importlib.import_module("timing")  # packages/bi-kernels/benchmarks
+        timer = timing.copy_timer()
+        us = statistics.median(timer() for _ in range(5))
+        del timer
+        torch.cuda.empty_cache()
+        return float(round(2 * timing.COPY_BYTES / us / 1e3, 1))
+
+    def fill(self, count: int, length: int) -> int:
+        """Have ``count`` requests decoding, by prompts of ``length`` tokens, as many a step as give 8,192 tokens."""
+        while len(self.running) < count:
+            group = min(max(1, 8192 // length), count - len(self.running))
+            names = [self._add(length, _LONG) for _ in range(group)]
+            self.running += names
+            self._step_until(names, finished=False)
+        return len(self.running)
+
+    def keep(self, count: int) -> int:
+        """Abort all but the first ``count`` requests."""
+        self.engine.abort_request(self.running[count:])
+        del self.running[count:]
+        self.engine.step()
+        return len(self.running)
+
+    def measure(self, kind: str, batch: int, length: int, steps: int) -> dict[str, Any]:
+        """Run ``steps`` steps and time them.
+
+        Args:
+            kind: ``decode``: a token for each of the ``batch`` running requests. ``prefill``: ``batch`` new prompts in
+                one step. ``mixed``: a token for each running request and one new prompt.
+            batch: See ``kind``.
+            length: Tokens of a new prompt.
+            steps: Number of steps.
+
+        Returns:
+            ``tokens``, ``seconds`` (of the whole steps), ``forward_us`` (GPU time of the model's forward alone, per
+            step), ``forwards`` (per step; 1 unless prompts were cut) and ``modes`` (steps by graph mode).
+        """
+        import torch
+
+        if kind != "prefill" and len(self.running) != batch:
+            raise RuntimeError(f"{kind}: expected {batch} running requests, got {len(self.running)}")
+        new = {"decode": 0, "prefill": batch, "mixed": 1}[kind]
+        self._forwards.clear()
+        self.modes.clear()
+        seconds = 0.0
+        torch.cuda.synchronize()
+        for _ in range(steps):
+            names = [self._add(length, 1) for _ in range(new)]
+            started = time.perf_counter()
+            self._step_until(names, finished=True)
+            torch.cuda.synchronize()
+            seconds += time.perf_counter() - started
+        us = [1e3 * start.elapsed_time(end) for start, end in self._forwards]
+        tokens = steps * (new * length + (0 if kind == "prefill" else batch))
+        return {
+            "tokens": tokens,
+            "seconds": seconds,
+            "forward_us": sum(us) / steps,
+            "forwards": len(us) / steps,
+            "modes": dict(self.modes),
+        }
+
+    def profile(self, kind: str, batch: int, length: int, steps: int) -> list[OpTime]:
+        """GPU time by layer and op, per step; arguments as for :meth:`measure`.
+
+        Eager steps tell which layer and op a kernel is of. Where the workload runs in graphs, its times are those of
+        replayed steps, which overlap and follow each other as in service.
+        """
+        self._eager = True
+        try:
+            with self._ranges():
+                self.measure(kind, batch, length, 1)
+                found = self._trace(kind, batch, length, steps)
+        finally:
+            self._eager = False
+        self.measure(kind, batch, length, 1)
+        if "NONE" not in self.modes:
+            replayed = self._trace(kind, batch, length, steps)
+            if 2 * len(replayed) > len(found):  # not every driver lets a profiler see into graphs
+                found = relabel(replayed, found, steps, steps)
+        return op_times(found, steps)
+
+    def _trace(self, kind: str, batch: int, length: int, steps: int) -> list[Kernel]:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            self.measure(kind, batch, length, steps)
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "trace.json"
+            trace.export_chrome_trace(str(path))
+            return kernels(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+
+    def _layers(self) -> list[Any]:
+        return list(self.model.model.layers)
+
+    def _add(self, length: int, max_tokens: int) -> str:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        name = f"r{self._number}"
+        self._number += 1
+        tokens = self._random.choices(range(_VOCABULARY_START, self.vocabulary), k=length)
+        parameters = SamplingParams(
+            temperature=1.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self.engine.add_request(name, {"type": "token", "prompt_token_ids": tokens}, parameters)
+        return name
+
+    def _step_until(self, names: Sequence[str], *, finished: bool) -> None:
+        """Step once, and on until each of ``names`` has drawn a token, or has finished."""
+        waiting = set(names)
+        for _ in range(64):
+            outputs = self.engine.step()
+            waiting -= {output.request_id for output in outputs if output.finished or not finished}
+            if not waiting:
+                return
+        raise RuntimeError(f"no end of {sorted(waiting)} after 64 steps")
+
+    def _watch(self) -> None:
+        """Time every forward of the model between CUDA events, and count graph modes."""
+        import torch
+
+        forward, dispatch = self.runner._model_forward, self.runner.cudagraph_dispatcher.dispatch
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            result = forward(*args, **kwargs)
+            end.record()
+            self._forwards.append((start, end))
+            return result
+
+        def dispatched(*args: Any, **kwargs: Any) -> Any:
+            if self._eager:
+                from vllm.config import CUDAGraphMode
+
+                kwargs |= {"valid_modes": {CUDAGraphMode.NONE}, "invalid_modes": None}
+            result = dispatch(*args, **kwargs)
+            self.modes[result[0].name] += 1
+            return result
+
+        self.runner._model_forward = timed
+        self.runner.cudagraph_dispatcher.dispatch = dispatched
+
+    @contextlib.contextmanager
+    def _ranges(self) -> Iterator[None]:
+        """Name what the host is in, for the trace. Inside of a range that is named, the innermost counts."""
+        model, sampler = self.model, self.runner.sampler
+        wrapped = [
+            (model.model, "forward", label("mHC head")),  # what is left of it: the last post and the head
+            (model.model.embed_tokens, "forward", label("embedding")),
+            (model.model.norm, "forward", label("final norm")),
+            (model.logits_processor, "forward", label("lm_head")),
+            (sampler, "forward", label("sampling")),
+            (sampler, "compute_logprobs", label("log_softmax")),
+        ]
+        for index, layer in enumerate(self._layers()):
+            name = functools.partial(label, layer=index)
+            experts = layer.ffn.experts
+            wrapped += [
+                (layer, "forward", name("mHC")),
+                (layer.attn, "forward", name("attention: norms, q, KV insert")),
+                (layer.attn, "attn_gemm_parallel_execute", name("attention: input projections")),
+                (layer.attn, "forward_mqa", name("attention: sparse MLA")),
+                (layer.attn, "_o_proj", name("attention: output projection")),
+                (layer.ffn, "forward", name("experts")),
+                (layer.ffn.gate, "forward", name("router")),
+                (experts.router, "select_experts", name("router")),
+                (layer.ffn.shared_experts, "forward", name("shared experts")),
+            ]
+            if layer.attn.compressor is not None:
+                wrapped.append((layer.attn.compressor, "forward", name("compressor")))
+            if layer.attn.indexer is not None:
+                wrapped.append((layer.attn.indexer, "forward", name("indexer")))
+        with contextlib.ExitStack() as undo:
+            for owner, attribute, range_name in wrapped:
+                undo.callback(_restore, owner, attribute, owner.__dict__.get(attribute))
+                setattr(owner, attribute, _in_range(getattr(owner, attribute), range_name))
+            yield
+
+
+def _restore(owner: Any, attribute: str, own: Any) -> None:
+    """Give an object back the attribute that it had itself, or its class's."""
+    if own is None:
+        delattr(owner, attribute)
+    else:
+        setattr(owner, attribute, own)
+
+
+def _in_range(function: Callable[..., Any], range_name: str) -> Callable[..., Any]:
+    from torch.profiler import record_function
+
+    @functools.wraps(function)
+    def ranged(*args: Any, **kwargs: Any) -> Any:
+        with record_function(range_name):
+            return function(*args, **kwargs)
+
+    return ranged
+
+
+def serve(connection: Connection, make_engine: Callable[..., Any]) -> None:
+    """Answer commands until ``stop`` or until nobody is there.
+
+    A command is ``(name, arguments)``: ``start`` makes the engine, and every other one is a method of it. The answer is
+    ``("ok", result)`` or ``("error", message)``.
+    """
+    engine = None
+    while True:
+        try:
+            name, arguments = connection.recv()
+        except EOFError:
+            return
+        if name == "stop":
+            return
+        started = time.monotonic()
+        try:
+            if name == "start":
+                engine = make_engine(**arguments)
+                answer: tuple[str, Any] = ("ok", engine.describe())
+            else:
+                answer = ("ok", getattr(engine, name)(**arguments))
+        except Exception as error:
+            traceback.print_exc()
+            answer = ("error", f"{name}: {type(error).__name__}: {error}"[:2000])
+        print(f"== {name} {arguments}: {answer[0]}, {time.monotonic() - started:.2f} s", flush=True)
+        connection.send(answer)
+
+
+def compile_product(n: int, k: int, experts: int) -> None:
+    """Have DeepGEMM compile what it picks for a weight of ``(n, k)`` and the workloads' tokens, into its cache.
+
+    Args:
+        n: Rows of the weight.
+        k: Length of the sum.
+        experts: 0: a linear layer. Otherwise a grouped product of so many experts, six rows a token.
+    """
+    import torch
+    from vllm.utils import deep_gemm
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+
+    def scales(rows: int) -> torch.Tensor:
+        return torch.ones(k // 128, -(-rows // 4) * 4, device="cuda").mT[:rows]
+
+    groups = max(experts, 1)
+    weight, weight_scale = zeros(groups, n, k), torch.ones(groups, -(-n // 128), k // 128, device="cuda")
+    for tokens in (*TOKENS_OF_A_STEP, SETTINGS["max_num_batched_tokens"]):
+        if not experts:
+            out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
+            deep_gemm.fp8_gemm_nt((zeros(tokens, k), scales(tokens)), (weight[0], weight_scale[0]), out)
+            continue
+        rows = -(-(6 * tokens + min(6 * tokens, experts) * 127) // 128) * 128
+        owners = torch.full((rows,), -1, dtype=torch.int32, device="cuda")
+        out = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
+        pair = (zeros(rows, k), scales(rows))
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(pair, (weight, weight_scale), out, owners)
+    torch.cuda.synchronize()
+
+
+def compile_mhc(hidden: int, tokens: int) -> None:
+    """Have vLLM's own mHC functions compiled for ``tokens`` tokens, into their caches."""
+    import torch
+    from vllm.model_executor.kernels.mhc import tilelang as mhc
+
+    x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device="cuda")
+    streams = torch.zeros(tokens, 4, hidden, dtype=torch.bfloat16, device="cuda")
+    post, comb = torch.zeros(tokens, 4, 1, device="cuda"), torch.zeros(tokens, 4, 4, device="cuda")
+    fn = torch.zeros(24, 4 * hidden, device="cuda")
+    settings = (torch.ones(3, device="cuda"), torch.zeros(24, device="cuda"), 1e-6, 1e-6, 1e-6, 2.0, 20)
+    norm = {"norm_weight": torch.ones(hidden, dtype=torch.bfloat16, device="cuda"), "norm_eps": 1e-6}
+    mhc.mhc_fused_post_pre_tilelang(x, streams, post, comb, fn, *settings, n_splits=1, tile_n=1, **norm)
+    mhc.mhc_pre_broadcast_tilelang(x, fn, *settings, fn_broadcast=fn[:, :hidden].contiguous(), **norm)
+    mhc.mhc_post_tilelang(x, streams, post, comb)
+    mhc.hc_head_fused_kernel_tilelang(streams, fn[:4].contiguous(), settings[0][:1], settings[1][:4], 1e-6, 1e-6)
+    torch.cuda.synchronize()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve on a connection, or compile kernels ahead of the engines."""
+    parser = argparse.ArgumentParser(prog="aligned_e2e.vllm_cost_engine", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    serving = commands.add_parser("serve")
+    serving.add_argument("--fd", type=int, required=True, help="file descriptor of the connection, inherited")
+    serving.add_argument("--aligned", action="store_true")
+    product = commands.add_parser("product")
+    product.add_argument("numbers", type=int, nargs=3, metavar=("N", "K", "EXPERTS"))
+    streams = commands.add_parser("mhc")
+    streams.add_argument("numbers", type=int, nargs=2, metavar=("HIDDEN", "TOKENS"))
+    arguments = parser.parse_args(argv)
+    if arguments.command != "serve":
+        if arguments.command == "product":
+            compile_product(*arguments.numbers)
+        else:
+            compile_mhc(*arguments.numbers)
+        return 0
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # whoever waits in vain asks for the stacks
+    connection = Connection(arguments.fd)
+    try:
+        assumed = replace_plans() if arguments.aligned else None
+        import vllm.entrypoints.llm  # noqa: F401  # seconds that pass while the checkpoint is written
+    except Exception as error:
+        traceback.print_exc()
+        connection.send(("error", f"import: {type(error).__name__}: {error}"[:2000]))
+        return 1
+    connection.send(("ok", None))
+    serve(connection, functools.partial(CostEngine, assumed_ready=assumed))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,561 @@
+"""Cost of aligned mode without a GPU: what a trace says, turns and baselines, and processes that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+import threading
+import types
+from multiprocessing import Pipe
+
+import pytest
+import torch
+
+from aligned_e2e import vllm_cost, vllm_cost_engine
+from aligned_e2e.kernel_times import (
+    FLASH_RATIOS,
+    Kernel,
+    OpTime,
+    compare_layers,
+    compare_ops,
+    extrapolate,
+    forward_us,
+    kernels,
+    label,
+    layer_times,
+    op_times,
+    overhead_percent,
+    relabel,
+)
+from aligned_e2e.vllm_cost import WORKLOADS, Child, Clock, Side, SideError, cost_row, measure_all
+
+
+def event(category, name, ts, dur, correlation=None):
+    arguments = {} if correlation is None else {"correlation": correlation}
+    return {"ph": "X", "cat": category, "name": name, "ts": ts, "dur": dur, "args": arguments}
+
+
+def kernel(name, launch, start, us, correlation):
+    return [event("cuda_driver", "launch", launch, 1, correlation), event("kernel", name, start, us, correlation)]
+
+
+class TestTrace:
+    """``kernels``, ``relabel`` and ``op_times``."""
+
+    def test_a_kernel_belongs_to_the_innermost_range_of_its_launch(self):
+        events = [
+            event("user_annotation", label("mHC", 0), 0, 100),
+            event("user_annotation", label("experts", 0), 20, 40),
+            event("user_annotation", label("router", 0), 25, 10),
+            event("user_annotation", label("lm_head"), 200, 50),
+            event("user_annotation", "somebody else's", 0, 1000),
+            *kernel("pre", 5, 300, 10, 1),
+            *kernel("gate", 30, 310, 20, 2),
+            *kernel("gemm", 50, 330, 30, 3),
+            *kernel("post", 70, 360, 40, 4),
+            *kernel("head", 210, 400, 50, 5),
+            *kernel("copy", 260, 450, 60, 6),
+        ]
+        found = {(time.layer, time.op, time.kernel): (time.us, time.calls) for time in op_times(kernels(events), 1)}
+        assert found == {
+            (0, "mHC", "pre"): (10, 1),
+            (0, "router", "gate"): (20, 1),
+            (0, "experts", "gemm"): (30, 1),
+            (0, "mHC", "post"): (40, 1),
+            (None, "lm_head", "head"): (50, 1),
+            (None, "other", "copy"): (60, 1),
+        }
+
+    def test_times_are_per_step(self):
+        events = [part for step in range(4) for part in kernel("k", 10 * step, 10 * step, 6, step)]
+        assert op_times(kernels(events), 4) == [OpTime(None, "other", "k", us=6, calls=1)]
+
+    def test_an_instant_counts_once_for_the_kernel_that_began_first(self):
+        # The second waits inside its own duration, the third runs beside both on another stream.
+        events = [*kernel("a", 0, 100, 50, 1), *kernel("b", 1, 110, 60, 2), *kernel("c", 2, 120, 10, 3)]
+        found = {time.kernel: time.us for time in op_times(kernels(events), 1)}
+        assert found == {"a": 50, "b": 20, "c": 0}
+
+    def test_copies_count_and_host_time_does_not(self):
+        events = [event("gpu_memcpy", "copy", 0, 7, 1), event("cpu_op", "aten::mm", 0, 100), {"ph": "M", "name": "x"}]
+        assert [(time.op, time.us) for time in op_times(kernels(events), 1)] == [("other", 7)]
+
+    def test_kernels_of_a_graph_get_the_ranges_of_the_same_kernels(self):
+        def step(at, **ops):
+            return [Kernel(at + i, at + i + 1, name, *where) for i, (name, where) in enumerate(ops.items())]
+
+        gate, gemm, other = (0, "router"), (1, "experts"), (None, "other")
+        eager = [*step(0, a=gate, b=gemm), *step(5, a=gemm), *step(10, a=gate, b=gemm), *step(15, a=gemm)]
+        graph = [*step(0, b=other, a=other), *step(3, a=other, c=other)]
+        found = [(kernel.name, kernel.layer, kernel.op) for kernel in relabel(graph, eager, 1, 2)]
+        assert found == [("b", *gemm), ("a", *gate), ("a", *gemm), ("c", *other)]
+        # One more than eager steps have: which one is anybody's guess.
+        more = relabel([*graph, *step(9, a=other)], eager, 1, 2)
+        assert [(kernel.layer, kernel.op) for kernel in more if kernel.name == "a"] == [other] * 3
+
+
+RATIOS = (0, 4, 128)
+
+
+def times(layers, **outside):
+    made = [OpTime(index, "experts", "k", us, 1) for index, us in enumerate(layers)]
+    return [*made, *(OpTime(None, op, "k", us, 1) for op, us in outside.items())]
+
+
+class TestTables:
+    """What times say."""
+
+    def test_flash_has_two_window_layers_and_then_both_kinds_by_turns(self):
+        assert len(FLASH_RATIOS) == 43
+        assert [FLASH_RATIOS.count(ratio) for ratio in RATIOS] == [2, 21, 20]
+        assert FLASH_RATIOS[:5] == (0, 0, 4, 128, 4)
+        assert FLASH_RATIOS[-1] == 4
+
+    def test_extrapolation_counts_layers_and_scales_what_grows_with_the_vocabulary(self):
+        step = times((10.0, 100.0, 1000.0), embedding=5.0, lm_head=7.0, other=3.0, log_softmax=1.0)
+        forward = 2 * 10 + 21 * 100 + 20 * 1000 + 5
+        assert forward_us(step) == 1115
+        assert extrapolate(step, RATIOS, 129280, 1115.0) == forward + 7 + 3 + 1
+        assert extrapolate(step, RATIOS, 129280 // 4, 1115.0) == forward + 3 + 4 * 8
+        assert extrapolate(step, RATIOS, 129280, 2230.0) == 2 * forward + 7 + 3 + 1  # as much again in gaps
+        assert extrapolate(step, (0, 4, 4), 129280, 1115.0) is None
+        assert extrapolate(times((0.0, 0.0, 0.0)), RATIOS, 129280, 1115.0) is None
+
+    def test_layers_of_a_type_are_averaged(self):
+        assert layer_times(times((10.0, 100.0, 200.0)), (0, 4, 4)) == {"window only": 10, "C4": 150}
+        rows = compare_layers({"C4": 1.0, "C128": 2.0}, {"C4": 3.0})
+        assert rows == [{"layer_type": "C4", "stock_us": 1.0, "aligned_us": 3.0}]
+
+    def test_ops_are_listed_by_excess_with_their_longest_kernels(self):
+        stock = [OpTime(0, "a", "x", 5, 1), OpTime(1, "a", "y", 6, 2), OpTime(None, "b", "z", 50, 1)]
+        aligned = [OpTime(0, "a", "x", 40, 1), OpTime(None, "b", "z", 20, 1), OpTime(None, "c", "w", 4, 1)]
+        rows = compare_ops(stock, aligned, longest=1)
+        assert [(r["op"], r["stock_us"], r["aligned_us"], r["calls"], r["stock_calls"]) for r in rows] == [
+            ("a", 11, 40, 1, 3),
+            ("c", 0, 4, 1, 0),
+            ("b", 50, 20, 1, 1),
+        ]
+        assert rows[0]["stock_kernels"] == [["y", 6, 2]]
+
+    def test_overhead_is_of_time(self):
+        assert overhead_percent(100, 105) == 5
+        assert overhead_percent(100, 95) == -5
+
+
+class Engine:
+    """Answers at once, at a speed of its own, and writes down when it was asked."""
+
+    def __init__(self, name, speed, asked, clock, fails=()):
+        self.name, self.speed, self.asked, self.clock, self.fails = name, speed, asked, clock, fails
+
+    def ask(self, name, timeout, **arguments):
+        self.asked.append((self.name, name, arguments))
+        self.clock[0] += 0.1
+        if name in self.fails:
+            raise SideError(f"{self.name} died", alive=name == "profile")
+        if name == "measure":
+            tokens = 100 * arguments["steps"]
+            return {"tokens": tokens, "seconds": tokens / self.speed, "forward_us": 1e6 / self.speed, "forwards": 1,
+                    "modes": {"FULL": 1}}  # fmt: skip
+        if name == "profile":
+            return times((1e5 / self.speed,) * 3, lm_head=1.0)
+        return 4000.0
+
+
+def run(limit=400.0, **fails):
+    now, asked = [0.0], []
+    speeds = {"stock": 100, "stock deep_gemm": 200, "aligned": 160}
+    engines = {name: Engine(name, speed, asked, now, fails.get(name.replace(" ", "_"), ())) for name, speed in
+               speeds.items()}  # fmt: skip
+    record = {name: [] for name in ("cost", "layers", "profiles", "not_run", "copy_gb_s")}
+    record["model"] = {"ratios": RATIOS, "vocabulary": 1}
+    measure_all(engines, Clock(limit, lambda: now[0]), record, lambda: json.dumps(record))
+    return record, asked
+
+
+class TestTurns:
+    """``measure_all``."""
+
+    def test_sides_take_turns_and_the_faster_stock_is_the_baseline(self):
+        record, asked = run()
+        assert record["not_run"] == []
+        assert [(row["workload"], row["batch"]) for row in record["cost"]] == [(w.name, w.batch) for w in WORKLOADS]
+        assert {row["stock_baseline"] for row in record["cost"]} == {"stock deep_gemm"}
+        assert {(row["stock_tok_s"], row["aligned_tok_s"], row["overhead_percent"]) for row in record["cost"]} == {
+            (200, 160, 25)
+        }
+        turns = [side for side, name, arguments in asked if name == "measure" and arguments["batch"] == 8]
+        assert turns == ["stock", "stock deep_gemm", "aligned"] * (len(turns) // 3)
+        assert record["copy_gb_s"] == [4000.0, 4000.0]
+
+    def test_profiles_are_of_baseline_and_aligned(self):
+        record, asked = run()
+        assert {side for side, name, _ in asked if name == "profile"} == {"stock deep_gemm", "aligned"}
+        assert [(p["workload"], p["batch"]) for p in record["profiles"]] == [
+            (w.name, w.batch) for w in WORKLOADS if w.profiled
+        ]
+        assert record["layers"][0] == {"layer_type": "window only", "stock_us": 500.0, "aligned_us": 625.0}
+        assert record["extrapolated"]["layers"] == 43
+        assert 0 < record["extrapolated"]["overhead_percent"] < 25  # the vocabulary's part is equal on both sides
+        assert {row["op"] for row in record["ops"]} == {"experts", "lm_head"}
+
+    def test_requests_are_dropped_on_the_way_down(self):
+        _, asked = run()
+        kept = [arguments["count"] for side, name, arguments in asked if side == "stock" and name in ("fill", "keep")]
+        assert kept == [128, 32, 8, 1, 0, 0, 0]
+
+    def test_a_side_that_dies_is_left_out_and_reported(self):
+        record, asked = run(stock_deep_gemm=("measure",))
+        assert record["not_run"][0]["what"] == "decode, batch 128 on stock deep_gemm"
+        assert {row["stock_baseline"] for row in record["cost"]} == {"stock"}
+        assert sum(side == "stock deep_gemm" and name == "measure" for side, name, _ in asked) == 1
+
+    def test_without_aligned_there_is_no_overhead(self):
+        record, _ = run(aligned=("fill",))
+        assert {(row["stock_tok_s"], row["aligned_tok_s"], row["overhead_percent"]) for row in record["cost"]} == {
+            (200, None, None)
+        }
+        assert record["profiles"] == []
+
+    def test_a_profile_that_fails_costs_only_itself(self):
+        record, _ = run(aligned=("profile",))
+        assert all(row["aligned_tok_s"] for row in record["cost"])
+        assert record["profiles"] == []
+        assert len(record["not_run"]) == 2 * sum(workload.profiled for workload in WORKLOADS)
+
+    def test_nothing_is_begun_without_time(self):
+        record, asked = run(limit=12.0)
+        assert 0 < len(record["cost"]) < len(WORKLOADS)
+        assert {line["why"] for line in record["not_run"]} >= {"no time left"}
+        assert record["cost"][0]["aligned_tok_s"]
+        assert len([1 for side, name, _ in asked if side == "aligned" and name == "measure"]) >= 4
+
+    def test_medians_ignore_one_slow_turn(self):
+        turn = {"tokens": 100, "seconds": 1.0, "forward_us": 5.0, "forwards": 1, "modes": {}}
+        turns = {"stock": [turn, turn, turn | {"seconds": 9.0, "forward_us": 99.0}], "aligned": [turn, turn, turn]}
+        row = cost_row(WORKLOADS[0], turns)
+        assert (row["overhead_percent"], row["forward_overhead_percent"]) == (0, 0)
+
+
+class TestServing:
+    """``serve``, and the processes that it runs in."""
+
+    def test_commands_become_calls_and_errors_become_answers(self, capsys):
+        class Stand:
+            def __init__(self, checkpoint):
+                self.checkpoint = checkpoint
+
+            def describe(self):
+                return self.checkpoint
+
+            def measure(self, steps):
+                return 1 / steps
+
+        ours, theirs = Pipe()
+        thread = threading.Thread(target=vllm_cost_engine.serve, args=(theirs, Stand))
+        thread.start()
+        answers = []
+        for command in (("start", {"checkpoint": "c"}), ("measure", {"steps": 2}), ("measure", {"steps": 0})):
+            ours.send(command)
+            answers.append(ours.recv())
+        ours.send(("stop", {}))
+        thread.join(10)
+        assert not thread.is_alive()
+        assert answers[:2] == [("ok", "c"), ("ok", 0.5)]
+        assert answers[2][0] == "error"
+        assert "ZeroDivisionError" in answers[2][1]
+
+    def test_a_process_without_vllm_says_so(self, tmp_path):
+        child = Child("stock", Side(), tmp_path / "log")
+        try:
+            with pytest.raises(SideError, match="ModuleNotFoundError"):
+                child.receive(60)
+            with pytest.raises(SideError, match="ended, exit code 1"):
+                child.receive(60)
+        finally:
+            child.end()
+
+    def test_a_process_that_does_not_answer_is_ended(self, tmp_path, monkeypatch):
+        real = vllm_cost.subprocess.Popen
+        sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
+        monkeypatch.setattr(vllm_cost.subprocess, "Popen", lambda command, **more: real(sleep, **more))
+        child = Child("aligned", Side(), tmp_path / "log")
+        with pytest.raises(SideError, match="no answer in time"):
+            child.receive(0.1)
+        assert child.process.poll() is not None
+
+    def test_the_record_is_written_when_no_engine_starts(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(vllm_cost, "_jobs", list)
+        monkeypatch.setattr(vllm_cost, "SIDES", {"stock": Side(), "aligned": Side(aligned=True)})
+        (tmp_path / "model.safetensors.index.json").write_text("{}")
+        code = vllm_cost.main(["--checkpoint", str(tmp_path), "--parts", str(tmp_path / "parts")])
+        record = json.loads((tmp_path / "parts" / "cost.json").read_text())
+        assert code == 1
+        assert record["part"] == "cost"
+        assert "nothing to compare" in record["not_run"][-1]["why"]
+
+    def test_a_checkpoint_that_cannot_be_made_ends_the_run(self, tmp_path, monkeypatch):
+        def start(command, log):
+            log.write_text("no space left")
+            return vllm_cost.subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+
+        monkeypatch.setattr(vllm_cost, "_start", start)
+        monkeypatch.setattr(vllm_cost, "_jobs", lambda: [["module", "mhc", "4096", "1"]])
+        processes = {}
+        with pytest.raises(SideError, match=r"exit code 3.*\n.*no space left"):
+            vllm_cost.prepare(tmp_path, "slice", tmp_path, Clock(100), processes)
+        assert list(processes) == ["checkpoint", "mhc 4096 1"]
+        for process in processes.values():
+            process.wait()
+
+    def test_what_is_compiled_ahead_is_named_by_the_shapes_of_flash(self):
+        jobs = vllm_cost._jobs()
+        assert len({tuple(job) for job in jobs}) == len(jobs) == 14
+        for job in jobs:
+            assert job[0] == "aligned_e2e.vllm_cost_engine"
+            assert job[1] in ("product", "mhc")
+
+
+def test_every_plan_is_replaced_and_vllm_starts_no_plug_ins_in_other_processes(monkeypatch):
+    from bi_kernels.runtime import hooks
+    from bi_kernels.runtime.packages import PACKAGES
+
+    modules = [importlib.import_module(f"{name}.vllm_hook") for name in PACKAGES.values()]
+    plans = [module.PLAN for module in modules]
+    for module, plan in zip(modules, plans, strict=True):
+        monkeypatch.setattr(module, "PLAN", plan)
+    proof = importlib.import_module("bi_moe_deepep.deep_gemm_proof")
+    monkeypatch.setattr(proof, "prove_deep_gemm", proof.prove_deep_gemm)
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    loaded = []
+    plugins = types.ModuleType("vllm.plugins")
+    plugins.load_general_plugins = lambda: loaded.append([module.PLAN for module in modules])
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.plugins", plugins)
+
+    with pytest.raises(RuntimeError, match="bi-moe-deepep"):
+        vllm_cost_engine.replace_plans()  # nothing became active
+
+    monkeypatch.setattr(hooks, "active_records", lambda: dict.fromkeys(PACKAGES))
+    for module, plan in zip(modules, plans, strict=True):
+        monkeypatch.setattr(module, "PLAN", plan)
+    waiting = [patch.target for plan in plans for patch in plan.patches_for("0.26") if not patch.ready]
+    assert vllm_cost_engine.replace_plans() == waiting
+    for plan in loaded[-1]:
+        assert plan.patches
+        assert all(patch.ready for patch in plan.patches)
+        assert not plan.self_tests
+        assert not plan.contracts
+    assert vllm_cost_engine.os.environ["VLLM_PLUGINS"] == "none"
+
+
+class Output:
+    """What vLLM's engine returns of a request in a step."""
+
+    def __init__(self, name, finished):
+        self.request_id, self.finished = name, finished
+
+
+class StandInEngine:
+    """vLLM's engine: a request draws a token a step, the first one in the step that takes its prompt."""
+
+    def __init__(self, runner):
+        self.left, self.tokens_of_steps, self.runner = {}, [], runner
+
+    def add_request(self, name, prompt, parameters):
+        assert prompt["type"] == "token"
+        self.left[name] = [parameters.max_tokens, len(prompt["prompt_token_ids"])]
+
+    def abort_request(self, names):
+        for name in names:
+            del self.left[name]
+
+    def step(self):
+        if not self.left:
+            return []
+        self.tokens_of_steps.append(sum(prompt or 1 for _, prompt in self.left.values()))
+        self.runner.cudagraph_dispatcher.dispatch(num_tokens=1)
+        self.runner._model_forward()
+        outputs = []
+        for name, state in tuple(self.left.items()):
+            state[0] -= 1
+            state[1] = 0
+            outputs.append(Output(name, state[0] == 0))
+            if state[0] == 0:
+                del self.left[name]
+        return outputs
+
+
+class Clocked:
+    """A CUDA event."""
+
+    def __init__(self, enable_timing):
+        pass
+
+    def record(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 0.25
+
+
+class Part(torch.nn.Module):
+    """A module of the model."""
+
+    def forward(self, x):
+        return x + 1
+
+
+def stand_in_model():
+    layers = []
+    for ratio in (1, 4, 128):
+        layer, attention, ffn = Part(), Part(), Part()
+        attention.compress_ratio = ratio
+        attention.compressor = Part() if ratio > 1 else None
+        attention.indexer = Part() if ratio == 4 else None
+        for name in ("attn_gemm_parallel_execute", "forward_mqa", "_o_proj"):
+            setattr(type(attention), name, lambda self, x: x)
+        ffn.gate, ffn.shared_experts, ffn.experts = Part(), Part(), Part()
+        ffn.experts.router = types.SimpleNamespace(select_experts=lambda x: x)
+        layer.attn, layer.ffn = attention, ffn
+        layers.append(layer)
+    model = Part()
+    model.config = types.SimpleNamespace(vocab_size=1000)
+    model.model, model.logits_processor = Part(), Part()
+    model.model.embed_tokens, model.model.norm = Part(), Part()
+    model.model.layers = torch.nn.ModuleList(layers)
+    return model
+
+
+@pytest.fixture
+def cost_engine(monkeypatch):
+    """A ``CostEngine`` whose vLLM and whose GPU are stand-ins."""
+
+    class Sampler(Part):
+        compute_logprobs = staticmethod(lambda x: x)
+
+    modes = []
+
+    def dispatch(**arguments):
+        modes.append(arguments.get("valid_modes"))
+        return types.SimpleNamespace(name="FULL" if made.graphs and modes[-1] is None else "NONE"), None
+
+    runner = types.SimpleNamespace(
+        _model_forward=lambda: None,
+        cudagraph_dispatcher=types.SimpleNamespace(dispatch=dispatch),
+        sampler=Sampler(),
+        get_model=stand_in_model,
+    )
+    engine = StandInEngine(runner)
+    worker = types.SimpleNamespace(worker=types.SimpleNamespace(model_runner=runner))
+    core = types.SimpleNamespace(model_executor=types.SimpleNamespace(driver_worker=worker))
+    engine.engine_core = types.SimpleNamespace(engine_core=core)
+    names = ("vllm", "vllm.config", "vllm.sampling_params", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu_worker")
+    modules = {name: types.ModuleType(name) for name in names}
+    modules["vllm"].LLM = lambda model, **settings: types.SimpleNamespace(llm_engine=engine)
+    modules["vllm"].SamplingParams = types.SimpleNamespace
+    modules["vllm.sampling_params"].RequestOutputKind = types.SimpleNamespace(DELTA=1)
+    modules["vllm.config"].CUDAGraphMode = types.SimpleNamespace(NONE="none")
+    modules["vllm.v1.worker"].gpu_worker = modules["vllm.v1.worker.gpu_worker"]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Clocked)
+    made = vllm_cost_engine.CostEngine("checkpoint", {}, assumed_ready=None)
+    made.asked_modes, made.graphs = modes, True
+    return made
+
+
+class TestEngine:
+    """``CostEngine`` on stand-ins."""
+
+    def test_filling_keeps_the_steps_of_stock_at_the_sizes_that_are_compiled(self, cost_engine):
+        assert cost_engine.fill(8, 4096) == 8
+        assert cost_engine.engine.tokens_of_steps == [8192, 8194, 8196, 8198]
+        assert cost_engine.keep(3) == 3
+        assert len(cost_engine.engine.left) == 3
+
+    def test_tokens_are_those_of_the_steps(self, cost_engine):
+        cost_engine.fill(4, 4096)
+        steps = cost_engine.engine.tokens_of_steps
+        for kind, batch, length, each in (("decode", 4, 0, 4), ("mixed", 4, 2048, 2052)):
+            steps.clear()
+            found = cost_engine.measure(kind, batch, length, 3)
+            assert steps == [each] * 3
+            assert found["tokens"] == 3 * each
+            assert (found["forward_us"], found["forwards"], found["modes"]) == (250, 1, {"FULL": 3})
+        cost_engine.keep(0)
+        steps.clear()
+        assert cost_engine.measure("prefill", 8, 1024, 2)["tokens"] == sum(steps) == 2 * 8192
+        assert steps == [8192, 8192]
+
+    def test_another_number_of_requests_is_an_error(self, cost_engine):
+        cost_engine.fill(2, 4096)
+        with pytest.raises(RuntimeError, match="expected 4 running requests, got 2"):
+            cost_engine.measure("decode", 4, 0, 1)
+
+    def test_ranges_name_the_ops_while_they_are_on_and_leave_nothing_behind(self, cost_engine, monkeypatch):
+        seen = []
+
+        @contextlib.contextmanager
+        def record_function(name):
+            seen.append(name)
+            yield
+
+        monkeypatch.setattr(torch.profiler, "record_function", record_function)
+        x = torch.zeros(1)
+        layer = cost_engine.model.model.layers[1]
+        with cost_engine._ranges():
+            layer(x), layer.attn(x), layer.attn.forward_mqa(x), layer.attn.indexer(x), layer.ffn.gate(x)
+            layer.ffn.experts.router.select_experts(x), layer.ffn.shared_experts(x)
+            cost_engine.model.logits_processor(x), cost_engine.runner.sampler.compute_logprobs(x)
+        assert seen == [
+            label("mHC", 1),
+            label("attention: norms, q, KV insert", 1),
+            label("attention: sparse MLA", 1),
+            label("indexer", 1),
+            label("router", 1),
+            label("router", 1),
+            label("shared experts", 1),
+            label("lm_head"),
+            label("log_softmax"),
+        ]
+        seen.clear()
+        layer(x), layer.attn.forward_mqa(x), layer.ffn.experts.router.select_experts(x)
+        assert seen == []
+
+    def test_a_profile_has_the_times_of_graphs_and_the_ranges_of_eager_steps(self, cost_engine, monkeypatch):
+        eager = [
+            event("user_annotation", label("mHC", 0), 0, 99),
+            *kernel("k", 1, 20, 80, 1),
+            *kernel("k", 2, 99, 80, 2),
+        ]
+        graph = [*kernel("k", 1, 20, 8, 1), *kernel("k", 2, 30, 8, 2)]
+        traces = [eager, graph, eager]
+
+        class Profile:
+            def __init__(self, activities):
+                pass
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *error):
+                return False
+
+            def export_chrome_trace(self, path):
+                with open(path, "w") as file:
+                    json.dump({"traceEvents": traces.pop(0)}, file)
+
+        monkeypatch.setattr(torch.profiler, "profile", Profile)
+        cost_engine.fill(1, 4096)
+        cost_engine.asked_modes.clear()
+        assert cost_engine.profile("decode", 1, 0, 2) == [OpTime(0, "mHC", "k", us=8, calls=1)]
+        assert cost_engine.asked_modes == [{"none"}] * 3 + [None] * 3
+        cost_engine.graphs = False  # prompts are too long for any graph
+        assert cost_engine.profile("prefill", 1, 4096, 2) == [OpTime(0, "mHC", "k", us=79.5, calls=1)]
+        assert traces == []
+        cost_engine.graphs, traces[:] = True, [eager, []]  # graphs that hide their kernels
+        assert cost_engine.profile("decode", 1, 0, 2) == [OpTime(0, "mHC", "k", us=79.5, calls=1)]
