@@ -15,6 +15,7 @@ from bi_kernels import ArgumentError
 from bi_kernels.testing import assert_bitwise_equal
 from bi_moe_deepep import ExpertCapacity, InProcessTransport, StagedDispatcher, Transport, vllm_dispatch
 from bi_moe_deepep.vllm_dispatch import Staging, make_fp8_prepare_finalize, staged_apply
+from bi_moe_deepep.vllm_experts import STAGED
 
 MOE = "vllm.model_executor.layers.fused_moe"
 EXPERTS, TOP_K, HIDDEN = 4, 2, 16
@@ -31,11 +32,8 @@ class Base:
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the stand-ins say; change it to change the deployment."""
-    state = SimpleNamespace(model_type="deepseek_v4", tokens=None, handles=[])
+    state = SimpleNamespace(tokens=None, handles=[])
     group = SimpleNamespace(world_size=2, device_group="device", cpu_group="cpu")
-
-    def config() -> SimpleNamespace:
-        return SimpleNamespace(model_config=SimpleNamespace(hf_config=state))
 
     def context() -> SimpleNamespace:
         return SimpleNamespace(dp_metadata=SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(state.tokens)))
@@ -46,7 +44,6 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
-        "vllm.config": {"get_current_vllm_config_or_none": config},
         "vllm.distributed": {"get_ep_group": lambda: group},
         "vllm.forward_context": {
             "get_forward_context": context,
@@ -77,14 +74,10 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-def moe(all2all: bool = True, max_num_tokens: int = 1024) -> SimpleNamespace:
-    return SimpleNamespace(
-        moe_parallel_config=SimpleNamespace(use_all2all_kernels=all2all),
-        num_experts=256,
-        experts_per_token=6,
-        hidden_dim=4096,
-        max_num_tokens=max_num_tokens,
-    )
+def moe(max_num_tokens: int = 1024, **marks: bool) -> SimpleNamespace:
+    """Of a layer whose experts :func:`select_fp8_backend` has chosen, or another with other marks."""
+    sizes = {"num_experts": 256, "experts_per_token": 6, "hidden_dim": 4096, "max_num_tokens": max_num_tokens}
+    return SimpleNamespace(**sizes, **(marks or {STAGED: True}))
 
 
 def stock(*arguments: Any, **keywords: Any) -> tuple[Any, ...]:
@@ -94,7 +87,7 @@ def stock(*arguments: Any, **keywords: Any) -> tuple[Any, ...]:
 def test_nccl_takes_the_groups_own_communicators(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BI_EP_TRANSPORT", "nccl")
     made = make_fp8_prepare_finalize(stock)(moe(), "quant", None, allow_new_interface=True, use_monolithic=False)
-    transport = ("torch", ("device",), {"control_group": "cpu", "verify": False})
+    transport = ("torch", ("device",), {"control_group": "cpu", "timeout": 300.0, "verify": False})
     assert made.staging.transport == transport
     assert (made.max_num_tokens_per_rank(), made.num_dispatchers()) == (256, 2)
     assert made.activation_format is Format.BatchedExperts
@@ -106,7 +99,7 @@ def test_nccl_takes_the_groups_own_communicators(vllm: SimpleNamespace, monkeypa
 def test_deepep_gets_a_buffer_for_one_slice(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BI_EP_TRANSPORT", raising=False)
     made = make_fp8_prepare_finalize(stock)(moe(max_num_tokens=100), "quant")
-    assert made.staging.transport == ("deepep", "buffer", ("torch", ("cpu",), {}))
+    assert made.staging.transport == ("deepep", "buffer", ("torch", ("cpu",), {"timeout": 300.0}))
     assert vllm.handles == [
         {
             "max_num_tokens_per_dp_rank": 128,
@@ -120,10 +113,9 @@ def test_deepep_gets_a_buffer_for_one_slice(vllm: SimpleNamespace, monkeypatch: 
 
 def test_everything_else_is_vllms_own(vllm: SimpleNamespace) -> None:
     make = make_fp8_prepare_finalize(stock)
-    arguments = moe(all2all=False), "quant", None
-    assert make(*arguments, use_monolithic=True) == ("stock", arguments, {"use_monolithic": True})
-    vllm.model_type = "deepseek_v3"
-    assert make(moe(), "quant")[0] == "stock"
+    for layer in (moe(**{STAGED: False}), moe(of_another_model=True)):
+        arguments = layer, "quant", None
+        assert make(*arguments, use_monolithic=True) == ("stock", arguments, {"use_monolithic": True})
 
 
 def test_experts_in_another_order_are_refused(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,10 +43,7 @@ def vllm_config() -> Iterator[Any]:
     from bi_kernels.vllm_hook import PLAN as KERNELS
     from bi_moe_deepep.vllm_hook import PLAN
 
-    # What these tests are to show is what the patches wait for, so here they count as ready.
-    ours = tuple(dataclasses.replace(patch, ready=True, needs="") for patch in PLAN.patches)
-    theirs = tuple(patch for patch in KERNELS.patches if patch.ready)
-    plans = [dataclasses.replace(KERNELS, patches=theirs), dataclasses.replace(PLAN, patches=ours)]
+    plans = (KERNELS, PLAN)
     for plan in plans:
         hooks.activate(plan)
     from vllm.config import VllmConfig, set_current_vllm_config

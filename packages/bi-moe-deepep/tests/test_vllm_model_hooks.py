@@ -158,11 +158,15 @@ def stock(*arguments: Any) -> str:
 
 def test_v4_takes_deep_gemm(experts: tuple[type[Experts], type[Experts]], monkeypatch: pytest.MonkeyPatch) -> None:
     select = vllm_experts.select_fp8_backend(stock)
-    assert select(config(), "w", "a") == (Backend.DEEPGEMM, experts[0])
+    alone = config()
+    assert select(alone, "w", "a") == (Backend.DEEPGEMM, experts[0])
     assert experts[0].asked is Format.Standard
     staged = parallel(ep_size=2, use_all2all_kernels=True, all2all_backend="deepep_low_latency")
-    assert select(config(staged), "w", "a") == (Backend.BATCHED_DEEPGEMM, experts[1])
+    one_of_two = config(staged)
+    assert select(one_of_two, "w", "a") == (Backend.BATCHED_DEEPGEMM, experts[1])
     assert experts[1].asked is Format.BatchedExperts
+    # What a reload finds when it makes the kernel again, with no current configuration.
+    assert [getattr(layer, vllm_experts.STAGED) for layer in (alone, one_of_two)] == [False, True]
     monkeypatch.setenv("BI_EP_TRANSPORT", "nccl")
     staged.all2all_backend = "allgather_reducescatter"
     assert select(config(staged), "w", "a", False) == (Backend.BATCHED_DEEPGEMM, experts[1])
@@ -170,7 +174,9 @@ def test_v4_takes_deep_gemm(experts: tuple[type[Experts], type[Experts]], monkey
 
 def test_other_models_keep_vllms_choice(experts: tuple[type[Experts], type[Experts]], model: SimpleNamespace) -> None:
     model.model_type = "qwen3_moe"
-    assert vllm_experts.select_fp8_backend(stock)(config(parallel(tp_size=8)), "w", "a") == "stock"
+    other = config(parallel(tp_size=8))
+    assert vllm_experts.select_fp8_backend(stock)(other, "w", "a") == "stock"
+    assert not hasattr(other, vllm_experts.STAGED)
     assert vllm_experts.select_mxfp4_backend(stock)(config()) == "stock"
 
 

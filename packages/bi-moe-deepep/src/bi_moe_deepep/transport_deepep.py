@@ -117,7 +117,7 @@ class DeepEPTransport:
 def _not_empty(rows: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One row that goes nowhere in place of none: versions before DeepEP#374 stop at empty tensors."""
     if rows.shape[0]:
-        return rows, ids.contiguous()
+        return rows.contiguous(), ids.contiguous()
     return rows.new_zeros((1, rows.shape[1])), ids.new_full((1, ids.shape[1]), -1)
 
 

@@ -19,14 +19,15 @@ from .capacity import ExpertCapacity
 from .dispatch import StagedDispatcher, Transport, plan_slices
 from .transport_deepep import DeepEPTransport
 from .transport_torch import TorchTransport
-from .vllm_experts import TRANSPORT
-from .vllm_model import is_deepseek_v4
+from .vllm_experts import STAGED, TRANSPORT
 
 __all__ = ["Staging", "make_fp8_prepare_finalize", "make_mxfp4_prepare_finalize", "staged_apply"]
 
 # Tokens per rank and slice. Room for them is kept on every expert of every rank, whatever the routing: at 256 and two
 # ranks, 0.5 GiB for the tokens of DeepSeek-V4-Flash.
 _TOKENS_PER_SLICE = 256
+# Seconds until a rank counts as gone. In its first step one that compiles its kernels is late by tens of seconds.
+_TIMEOUT = 300.0
 
 Function = Callable[..., Any]
 
@@ -94,7 +95,7 @@ def make_fp8_prepare_finalize(original: Function) -> Function:
 
     @functools.wraps(original)
     def maybe_make_prepare_finalize(moe: Any, quant_config: Any, routing_tables: Any = None, **others: Any) -> Any:
-        if not (is_deepseek_v4() and moe.moe_parallel_config.use_all2all_kernels):
+        if not getattr(moe, STAGED, False):
             return original(moe, quant_config, routing_tables, **others)
         for table in (routing_tables or ())[:2]:
             natural = torch.equal(table.cpu().long(), torch.arange(len(table), device="cpu"))
@@ -109,9 +110,12 @@ def make_fp8_prepare_finalize(original: Function) -> Function:
             world_size=group.world_size,
         )
         if os.environ.get(TRANSPORT) == "nccl":
-            transport: Transport = TorchTransport(group.device_group, control_group=group.cpu_group, verify=False)
+            transport: Transport = TorchTransport(
+                group.device_group, control_group=group.cpu_group, timeout=_TIMEOUT, verify=False
+            )
         else:
-            transport = DeepEPTransport(_deepep_buffer(moe, capacity), TorchTransport(group.cpu_group))
+            numbers = TorchTransport(group.cpu_group, timeout=_TIMEOUT)
+            transport = DeepEPTransport(_deepep_buffer(moe, capacity), numbers)
         return _prepare_finalize_class()(Staging(transport, capacity))
 
     return maybe_make_prepare_finalize
@@ -181,7 +185,9 @@ def staged_apply(original: Function) -> Function:
 
         capturing = hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
         dispatcher = staging.dispatcher(_bucket_tokens(hidden_states), capturing=capturing)
-        routed, _ = dispatcher.run(hidden_states, topk_ids, topk_weights.float(), experts=experts)
+        routed, _ = dispatcher.run(
+            hidden_states.contiguous(), topk_ids.contiguous(), topk_weights.float().contiguous(), experts=experts
+        )
         return routed
 
     return apply

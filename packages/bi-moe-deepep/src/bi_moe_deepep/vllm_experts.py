@@ -21,9 +21,12 @@ from .combine_ordered import combine_ordered
 from .deep_gemm_proof import DeepGemmShapes, load_products, prove_deep_gemm
 from .vllm_model import is_deepseek_v4
 
-__all__ = ["TRANSPORT", "expert_classes", "select_fp8_backend", "select_mxfp4_backend"]
+__all__ = ["STAGED", "TRANSPORT", "expert_classes", "select_fp8_backend", "select_mxfp4_backend"]
 
 TRANSPORT = "BI_EP_TRANSPORT"
+STAGED = "bi_moe_deepep_staged"
+"""Attribute of a ``FusedMoEConfig`` whose layer has staged experts. A reload makes the layer's kernel again at a time
+when vLLM has no current configuration, and nothing else would say then that the model is a DeepSeek-V4."""
 _TRANSPORTS = (("", "deepep_low_latency"), ("nccl", "allgather_reducescatter"))  # the user names one, never both
 _ROWS = 128  # of one block in DeepGEMM's contiguous layout
 _MODULE = "vllm.model_executor.layers.fused_moe"
@@ -62,6 +65,7 @@ def select_fp8_backend(original: Function) -> Function:
             blockers += _proof(config.hidden_dim, config.intermediate_size_per_partition)
         if blockers:
             raise ContractError("the experts of DeepSeek-V4 cannot be batch-invariant here", blockers)
+        setattr(config, STAGED, staged)
         return (Fp8MoeBackend.BATCHED_DEEPGEMM if staged else Fp8MoeBackend.DEEPGEMM), cls
 
     return select_fp8_moe_backend

@@ -19,8 +19,13 @@ _KERNEL = f"{_MOE}.modular_kernel:FusedMoEKernelModularImpl"
 _DEEP_GEMM = "vllm.utils.deep_gemm"
 _PREVIEW = "https://github.com/vllm-project/vllm/pull/54955"
 
-_RUN = "its run inside vLLM on a Hopper GPU (ci/gpu/run_vllm.sh bi-moe-deepep tests)"
-_TWO_GPUS = "its run on two Hopper GPUs (ci/gpu/run_vllm.sh bi-moe-deepep dispatch), then in two vLLM engines"
+_RUN_0_33 = "its run inside vLLM 0.33 on a GPU"
+
+EXPERT_PARALLELISM_HAS_RUN = False
+"""Whether two vLLM engines on two GPUs have given the bits of one (``ci/gpu/run_vllm.sh bi-moe-deepep dispatch``).
+
+Until then the staged patches, which do nothing on one GPU, are applied, and expert parallelism is refused.
+"""
 
 
 def _tensor_parallel(config: Any) -> str | None:
@@ -41,6 +46,13 @@ def _other_all_to_all(config: Any) -> str | None:
         return f"data parallel size {parallel.data_parallel_size} without enable_expert_parallel"
     ours = os.environ.get("BI_EP_TRANSPORT") == "nccl" or parallel.all2all_backend == "deepep_low_latency"
     return None if ours else str(parallel.all2all_backend)
+
+
+def _two_gpus(config: Any) -> str | None:
+    size = config.parallel_config.data_parallel_size
+    if size == 1 or EXPERT_PARALLELISM_HAS_RUN or _other_all_to_all(config) is not None:
+        return None
+    return f"data parallel size {size}: not run on two GPUs yet"
 
 
 def _eplb(config: Any) -> str | None:
@@ -89,6 +101,12 @@ REFUSED_SETTINGS = (
         _other_all_to_all,
     ),
     Refusal(
+        "expert parallelism",
+        "its bits were shown on simulated ranks and on CPUs only; use one GPU",
+        "bi-moe-deepep",
+        _two_gpus,
+    ),
+    Refusal(
         "EPLB (enable_eplb)",
         "experts change their slots while requests run, so receive slots and capacities are no constants",
         "bi-moe-deepep",
@@ -128,12 +146,31 @@ def _selection(target: str, replacement: str, *relies_on: str) -> Patch:
         "quantisation method imports the function by name, so its module is the place.",
         upstream=_PREVIEW,
         remove_when="vLLM's DeepGEMM experts claim batch invariance themselves, and are chosen by name",
-        ready=False,
-        needs=_RUN,
         relies_on=(
             f"{_MOE}.modular_kernel:FusedMoEExperts.is_supported_config",
             f"{_MOE}.modular_kernel:FusedMoEExperts._supports_batch_invariance",
             *relies_on,
+        ),
+    )
+
+
+def _gate(version: str, why: str, *, needs: str = "") -> Patch:
+    """The router's gate, by vLLM version, because it is wrong in another way on each."""
+    return Patch(
+        target=f"{_MOE}.router.gate_linear:GateLinear",
+        replacement="bi_moe_deepep.vllm_router:gate_linear_class",
+        factory=True,
+        kind="oot_pluggable_layer",
+        why=why,
+        upstream=f"{_PREVIEW}; https://github.com/vllm-project/vllm/pull/47410",
+        remove_when="GateLinear gives fp32 logits with one reduction order for every M",
+        versions=(version,),
+        ready=not needs,
+        needs=needs,
+        relies_on=(
+            f"{_MOE}.router.dsv4_topk:can_use_dsv4_topk",
+            f"{_MOE}.router.dsv4_topk:dsv4_topk",
+            f"{_MOE}.router.fused_topk_bias_router:fused_topk_bias",
         ),
     )
 
@@ -150,8 +187,6 @@ def _prepare_finalize(oracle: str, replacement: str) -> Patch:
         "installed, so its maker is the place.",
         upstream=f"{_PREVIEW}; https://github.com/deepseek-ai/DeepEP/pull/743",
         remove_when="vLLM dispatches at a fixed capacity, with scales equal to the local path's",
-        ready=False,
-        needs=_TWO_GPUS,
         relies_on=(
             f"{_MOE}.all2all_utils:get_ep_all2all_manager",
             f"{_MOE}.prepare_finalize.deepep_ll:DeepEPLLPrepareAndFinalize",
@@ -177,8 +212,6 @@ PLAN = HookPlan(
             why="A trainer written for the preview asks by this name whether DeepGEMM may be used; vLLM lacks it.",
             upstream=f"{_PREVIEW}; https://github.com/sgl-project/DeepGEMM/pull/73",
             remove_when="vLLM ships the function",
-            ready=False,
-            needs=_RUN,
             relies_on=(
                 f"{_DEEP_GEMM}:_import_deep_gemm",
                 f"{_DEEP_GEMM}:_lazy_init",
@@ -195,8 +228,6 @@ PLAN = HookPlan(
             why="The trainer turns the contract on by this name, or expects an error; vLLM lacks it.",
             upstream=f"{_PREVIEW}; https://github.com/sgl-project/DeepGEMM/pull/73",
             remove_when="vLLM ships the function",
-            ready=False,
-            needs=_RUN,
         ),
         _selection(
             "vllm.model_executor.layers.quantization.fp8:select_fp8_moe_backend",
@@ -215,22 +246,11 @@ PLAN = HookPlan(
             "bi_moe_deepep.vllm_experts:select_mxfp4_backend",
             f"{_MOE}.experts.deep_gemm_moe:DeepGemmFP4Experts",
         ),
-        Patch(
-            target=f"{_MOE}.router.gate_linear:GateLinear",
-            replacement="bi_moe_deepep.vllm_router:gate_linear_class",
-            factory=True,
-            kind="oot_pluggable_layer",
-            why="The router's GEMM is another kernel up to 16 tokens and a cuBLAS choice by M above; on 0.33 with the "
-            "flag on it is invariant, but rounds the logits to bf16, where ties between experts become common.",
-            upstream=f"{_PREVIEW}; https://github.com/vllm-project/vllm/pull/47410",
-            remove_when="GateLinear gives fp32 logits with one reduction order for every M",
-            ready=False,
-            needs=_RUN,
-            relies_on=(
-                f"{_MOE}.router.dsv4_topk:can_use_dsv4_topk",
-                f"{_MOE}.router.dsv4_topk:dsv4_topk",
-                f"{_MOE}.router.fused_topk_bias_router:fused_topk_bias",
-            ),
+        _gate("0.26", "The router's GEMM is another kernel up to 16 tokens and a cuBLAS choice by M above."),
+        _gate(
+            "0.33",
+            "The router's GEMM is invariant, but rounds the logits to bf16, where ties between experts become common.",
+            needs=_RUN_0_33,
         ),
         _prepare_finalize("fp8", "bi_moe_deepep.vllm_dispatch:make_fp8_prepare_finalize"),
         _prepare_finalize("mxfp4", "bi_moe_deepep.vllm_dispatch:make_mxfp4_prepare_finalize"),
@@ -243,8 +263,6 @@ PLAN = HookPlan(
             "finalize would run the shared experts once per slice, and its own assertion stops the second.",
             upstream=_PREVIEW,
             remove_when="vLLM stages low-latency dispatch at a fixed capacity",
-            ready=False,
-            needs=_TWO_GPUS,
             relies_on=(
                 f"{_KERNEL}._allocate_buffers",
                 f"{_KERNEL}._finalize",
