@@ -6,7 +6,8 @@
 # tests     every kernel once, then the package's tests in vLLM's layers and engines: minutes on a machine without
 #           compile caches. $LIMIT: seconds for them (default 540)
 # bench     against vLLM's own kernels and reload; nothing else may use the GPU
-# dispatch  bi-moe-deepep on two GPUs of one host: NCCL, and DeepEP if its wheel is among WHEEL...
+# dispatch  bi-moe-deepep on two GPUs of one host: NCCL, and DeepEP if its wheel is among WHEEL...; first alone, then
+#           inside vLLM, for which WHEEL... has all four packages. $LIMIT: seconds for vLLM (default 420)
 #
 # WHEEL... are CUDA wheels of bi-kernels and PACKAGE; vLLM must be importable. Every step has a hard limit and a log.
 set -uo pipefail
@@ -57,7 +58,7 @@ compile_mhc() {
 case $package:$stage in
 *:tests)
     step 90 smoke.txt "${pytest[@]}" -m gpu -o faulthandler_timeout=20 "$tests/test_sanitizer_cases.py" || exit 1
-    step "${LIMIT:-540}" tests.txt "${pytest[@]}" -m vllm -s -o faulthandler_timeout=120 "$tests"
+    step "${LIMIT:-540}" tests.txt "${pytest[@]}" -m "vllm and not two_gpus" -s -o faulthandler_timeout=120 "$tests"
     ;;
 bi-sparse-attn:bench)
     step 120 bench.txt python3 "$benchmarks/vllm_attention.py" --out "$OUT/vllm/h200.jsonl"
@@ -73,6 +74,8 @@ bi-reload:bench)
     ;;
 bi-moe-deepep:dispatch)
     step 150 dispatch.txt python3 "$benchmarks/bench_dispatch.py" --ranks 2 --out "$OUT/h200.jsonl"
+    export BI_EP_LIMIT=$((${LIMIT:-420} * 3 / 5)) # engines over NCCL compile what those over DeepEP then find
+    step "${LIMIT:-420}" engines.txt "${pytest[@]}" -m two_gpus -s "$tests/test_vllm_expert_parallel.py"
     ;;
 *)
     echo "PACKAGE STAGE: $package has no $stage" >&2
