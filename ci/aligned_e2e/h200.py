@@ -214,6 +214,9 @@ def _run_job(job: Job, running: _Running, deadline: float, say: Callable[[str], 
     seconds = time.monotonic() - started
     if not any(codes) and all(record.is_file() for record in job.records):
         say(f"{job.name}: done after {seconds:.0f} s")
+        for line in job.records[0].with_suffix(".log").read_text(errors="replace").splitlines():
+            if line.startswith("== "):  # what a part says about itself
+                say(f"    {line[3:]}")
         return True
     said = ", ".join(map(str, codes))
     say(f"{job.name}: FAILED after {seconds:.0f} s, exit codes {said} (-9: past its time limit, or the other's fault)")
@@ -248,6 +251,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quick", action="store_true", help="quick_alignment_test: one engine, a minute when warm")
     group.add_argument("--merge", action="store_true", help="start nothing, put the records together")
     group.add_argument("--only", action="append", default=[], metavar="PART", help="run only this part; repeatable")
+    group.add_argument("--skip", action="append", default=[], metavar="PART", help="do not run this part; repeatable")
     group.add_argument("--jobs", type=int, default=6, help="parts side by side; 7 to 12 GiB of GPU memory each")
     group.add_argument("--limit", type=float, default=540, help="seconds for a part")
     group.add_argument("--deadline", type=float, default=1e9, help="seconds for the whole invocation")
@@ -268,14 +272,15 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             console.print(f"profile {arguments.profile}: expected a GPU and vLLM 0.26.0, found no GPU.", markup=False)
             return 2
         engines = QUICK if arguments.quick else ENGINES
-        unknown = [name for name in arguments.only if name not in engines and name not in EXTRA_PARTS]
+        known = [*engines, *EXTRA_PARTS]
+        unknown = [name for name in (*arguments.only, *arguments.skip) if name not in known]
         if unknown:
-            known = ", ".join([*engines, *EXTRA_PARTS])
-            console.print(f"--only: expected some of {known}; got {', '.join(unknown)}", markup=False)
+            console.print(f"parts: expected some of {'; '.join(known)}; got {'; '.join(unknown)}", markup=False)
             return 2
         _make_checkpoints(weights, say)
-        chosen = {name: engine for name, engine in engines.items() if not arguments.only or name in arguments.only}
-        extra = [name for name in EXTRA_PARTS if name in arguments.only or not (arguments.only or arguments.quick)]
+        wanted = set(arguments.only or (engines if arguments.quick else known)) - set(arguments.skip)
+        chosen = {name: engine for name, engine in engines.items() if name in wanted}
+        extra = [name for name in EXTRA_PARTS if name in wanted]
         deadline = begun + arguments.deadline
         jobs = jobs_of(chosen, weights, parts, limit=arguments.limit, gpus=gpus)
         groups = [[name for name in extra if not EXTRA_PARTS[name].alone]]
