@@ -574,9 +574,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     llm = start(arguments.weights / first.weights, engine.settings)
     start_seconds = round(time.monotonic() - started, 1)
     print(f"== started in {start_seconds} s", flush=True)
-    watch = Watch(llm, digests_of_rows if engine.hooks in ("ours", "none") else _hashes_of_rows)
-    reloads = _Reloads(watch, arguments.weights, first.weights) if arguments.engine.startswith("reload") else None
     schedules: list[dict[str, Any]] = []
+    record = header(arguments.engine, started, hooks=engine.hooks) | {
+        "engine": arguments.engine,
+        "rank": rank,
+        "settings": COMMON | engine.settings,
+        "start_seconds": start_seconds,
+        "schedules": schedules,
+    }
+    watch = Watch(llm, digests_of_rows if engine.hooks in ("ours", "none") else _hashes_of_rows)
+    reloads = None
+    if arguments.engine.startswith("reload"):
+        reloads = _Reloads(watch, arguments.weights, first.weights)
+        record["reload"] = reloads.record
     for schedule in engine.schedules:
         if reloads is not None:
             reloads.to(schedule.weights)
@@ -590,15 +600,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.engine == FIRST and schedule is first:
             write_json(arguments.drawn, {"schedules": schedules})
         print(f"== {schedule.name}: {schedules[-1]['seconds']} s, {schedules[-1]['did']}", flush=True)
-    record = header(arguments.engine, started, hooks=engine.hooks) | {
-        "engine": arguments.engine,
-        "rank": rank,
-        "settings": COMMON | engine.settings,
-        "start_seconds": start_seconds,
-        "schedules": schedules,
-        **({"reload": reloads.record} if reloads is not None else {}),
-    }
-    write_json(arguments.output, record)
+        record["seconds"] = round(time.monotonic() - started, 1)
+        write_json(arguments.output.with_suffix(".partial"), record)  # to look at, should a later schedule hang
+    arguments.output.with_suffix(".partial").replace(arguments.output)
     faulthandler.cancel_dump_traceback_later()
     # Nothing is left to be done, and a process that tears down CUDA beside others takes its time.
     sys.stdout.flush()
