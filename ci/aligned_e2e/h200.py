@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import functools
 import importlib.util
 import os
@@ -28,7 +29,17 @@ from . import ready
 from .vllm_engine import ENGINES, FIRST, QUICK, Engine
 from .vllm_report import DRAWN, EXTRA_PARTS, merge, merge_quick, print_report, record_of, write_page, write_report
 
-__all__ = ["ENVIRONMENT", "Job", "add_arguments", "environment_of", "gpu_count", "jobs_of", "run", "run_jobs"]
+__all__ = [
+    "ENVIRONMENT",
+    "Job",
+    "add_arguments",
+    "end_process",
+    "environment_of",
+    "gpu_count",
+    "jobs_of",
+    "run",
+    "run_jobs",
+]
 
 ENVIRONMENT: dict[str, str] = {
     "VLLM_BATCH_INVARIANT": "1",
@@ -38,6 +49,7 @@ ENVIRONMENT: dict[str, str] = {
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "2",  # engines share the cores
     "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",  # a part that is ended prints where it stood
     # A machine of several tenants may not offer multicast over NVLink.
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -153,6 +165,21 @@ def extra_jobs(
     return jobs
 
 
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """End a process that was started in a session of its own, with what it has started, if it still runs.
+
+    It is asked first, so that Python's fault handler prints every thread's stack to its log. From a timer inside the
+    process that would not be safe: the handler then reads frames that a running thread is changing.
+    """
+    if process.poll() is None:
+        process.send_signal(signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 @dataclass(slots=True)
 class _Running:
     """Processes to end when the run ends, whatever ends it."""
@@ -161,9 +188,7 @@ class _Running:
 
     def end(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # each was started in a session of its own
-                process.wait()
+            end_process(process)
 
 
 def run_jobs(jobs: Sequence[Job], *, at_once: int, deadline: float, say: Callable[[str], None]) -> list[str]:
