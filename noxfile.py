@@ -57,7 +57,7 @@ def lint(session: nox.Session) -> None:
     install(session, "ruff", "codespell", "clang-format")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    session.run("codespell", "packages", "ci", "README.md", "CONTRIBUTING.md", "noxfile.py")
+    session.run("codespell", "packages", "ci", "docs", "README.md", "CONTRIBUTING.md", "noxfile.py")
     sources = [str(p) for p in sorted(ROOT.glob("packages/*/csrc/**/*")) if p.suffix in {".cu", ".cuh", ".h"}]
     if sources:
         session.run("clang-format", "--dry-run", "--Werror", *sources)
@@ -130,7 +130,7 @@ def gpu(session: nox.Session, package: str) -> None:
 
 
 @nox.session(tags=["gpu"], default=False, requires=all_built, venv_params=VENV)
-@nox.parametrize("package", ["bi-kernels", "bi-sparse-attn"], ids=["bi-kernels", "bi-sparse-attn"])
+@each_package
 def sanitizer(session: nox.Session, package: str) -> None:
     """compute-sanitizer's four tools over one small call of each kernel; needs a GPU."""
     install(session, *with_needs(package), "pytest", "hypothesis")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import functools
 import importlib.util
 import os
@@ -28,7 +29,17 @@ from . import ready
 from .vllm_engine import ENGINES, FIRST, QUICK, Engine
 from .vllm_report import DRAWN, EXTRA_PARTS, merge, merge_quick, print_report, record_of, write_page, write_report
 
-__all__ = ["ENVIRONMENT", "Job", "add_arguments", "environment_of", "gpu_count", "jobs_of", "run", "run_jobs"]
+__all__ = [
+    "ENVIRONMENT",
+    "Job",
+    "add_arguments",
+    "end_process",
+    "environment_of",
+    "gpu_count",
+    "jobs_of",
+    "run",
+    "run_jobs",
+]
 
 ENVIRONMENT: dict[str, str] = {
     "VLLM_BATCH_INVARIANT": "1",
@@ -38,6 +49,7 @@ ENVIRONMENT: dict[str, str] = {
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "2",  # engines share the cores
     "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",  # a part that is ended prints where it stood
     # A machine of several tenants may not offer multicast over NVLink.
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -153,6 +165,21 @@ def extra_jobs(
     return jobs
 
 
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """End a process that was started in a session of its own, with what it has started, if it still runs.
+
+    It is asked first, so that Python's fault handler prints every thread's stack to its log. From a timer inside the
+    process that would not be safe: the handler then reads frames that a running thread is changing.
+    """
+    if process.poll() is None:
+        process.send_signal(signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 @dataclass(slots=True)
 class _Running:
     """Processes to end when the run ends, whatever ends it."""
@@ -161,13 +188,11 @@ class _Running:
 
     def end(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # each was started in a session of its own
-                process.wait()
+            end_process(process)
 
 
 def run_jobs(jobs: Sequence[Job], *, at_once: int, deadline: float, say: Callable[[str], None]) -> list[str]:
-    """Run the jobs whose records are missing, so many at once, in order. Returns the names of those that failed.
+    """Run the jobs whose records are not whole, so many at once, in order. Returns the names of those that failed.
 
     Args:
         jobs: What to run.
@@ -176,11 +201,10 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, deadline: float, say: Callabl
         say: Called with each line of news.
     """
     running = _Running()
-    waiting = [job for job in jobs if not all(record.is_file() for record in job.records)]
+    waiting = [job for job in jobs if not all(map(_is_whole, job.records))]
     for job in waiting:
-        for path in (*job.records, *job.leaves):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # one rank's record without the other's, or what an older run left
+        for path in job.leaves:  # others wait for them, and must not meet those of an older run
+            path.unlink(missing_ok=True)
             path.with_suffix(".failed").unlink(missing_ok=True)
     with concurrent.futures.ThreadPoolExecutor(max(1, at_once)) as pool:
         try:
@@ -191,6 +215,11 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, deadline: float, say: Callabl
     return [job.name for job, fine in zip(waiting, outcomes, strict=True) if not fine]
 
 
+def _is_whole(record: pathlib.Path) -> bool:
+    """A part that failed may have recorded some of what it did."""
+    return record.is_file() and not record.with_suffix(".failed").is_file()
+
+
 def _run_job(job: Job, running: _Running, deadline: float, say: Callable[[str], None]) -> bool:
     started = time.monotonic()
     if started >= deadline:
@@ -199,6 +228,9 @@ def _run_job(job: Job, running: _Running, deadline: float, say: Callable[[str], 
     end = min(started + job.limit, deadline)
     processes = []
     for command, environment, record in zip(job.commands, job.environments, job.records, strict=True):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        for suffix in (".json", ".partial", ".failed"):
+            record.with_suffix(suffix).unlink(missing_ok=True)
         with record.with_suffix(".log").open("w") as log:
             processes.append(
                 subprocess.Popen(
@@ -214,6 +246,9 @@ def _run_job(job: Job, running: _Running, deadline: float, say: Callable[[str], 
     seconds = time.monotonic() - started
     if not any(codes) and all(record.is_file() for record in job.records):
         say(f"{job.name}: done after {seconds:.0f} s")
+        for line in job.records[0].with_suffix(".log").read_text(errors="replace").splitlines():
+            if line.startswith("== "):  # what a part says about itself
+                say(f"    {line[3:]}")
         return True
     said = ", ".join(map(str, codes))
     say(f"{job.name}: FAILED after {seconds:.0f} s, exit codes {said} (-9: past its time limit, or the other's fault)")
@@ -225,12 +260,10 @@ def _run_job(job: Job, running: _Running, deadline: float, say: Callable[[str], 
     return False
 
 
-def _last_lines(log: pathlib.Path, count: int = 25) -> list[str]:
-    """The end of a log without vLLM's progress bars, from the first line of the last traceback if there is one."""
-    whole = log.read_text(errors="replace").splitlines()
-    lines = [line[:300] for line in whole if line.strip() and "it/s]" not in line]
-    tracebacks = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
-    return lines[max(tracebacks[-1] if tracebacks else 0, len(lines) - 3 * count) :][-count:]
+def _last_lines(log: pathlib.Path, count: int = 40) -> list[str]:
+    """The end of a log, without vLLM's progress bars."""
+    lines = log.read_text(errors="replace").splitlines()
+    return [line[:300] for line in lines if line.strip() and "it/s]" not in line][-count:]
 
 
 def _free_port() -> int:
@@ -248,6 +281,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quick", action="store_true", help="quick_alignment_test: one engine, a minute when warm")
     group.add_argument("--merge", action="store_true", help="start nothing, put the records together")
     group.add_argument("--only", action="append", default=[], metavar="PART", help="run only this part; repeatable")
+    group.add_argument("--skip", action="append", default=[], metavar="PART", help="do not run this part; repeatable")
     group.add_argument("--jobs", type=int, default=6, help="parts side by side; 7 to 12 GiB of GPU memory each")
     group.add_argument("--limit", type=float, default=540, help="seconds for a part")
     group.add_argument("--deadline", type=float, default=1e9, help="seconds for the whole invocation")
@@ -268,14 +302,15 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
             console.print(f"profile {arguments.profile}: expected a GPU and vLLM 0.26.0, found no GPU.", markup=False)
             return 2
         engines = QUICK if arguments.quick else ENGINES
-        unknown = [name for name in arguments.only if name not in engines and name not in EXTRA_PARTS]
+        known = [*engines, *EXTRA_PARTS]
+        unknown = [name for name in (*arguments.only, *arguments.skip) if name not in known]
         if unknown:
-            known = ", ".join([*engines, *EXTRA_PARTS])
-            console.print(f"--only: expected some of {known}; got {', '.join(unknown)}", markup=False)
+            console.print(f"parts: expected some of {'; '.join(known)}; got {'; '.join(unknown)}", markup=False)
             return 2
         _make_checkpoints(weights, say)
-        chosen = {name: engine for name, engine in engines.items() if not arguments.only or name in arguments.only}
-        extra = [name for name in EXTRA_PARTS if name in arguments.only or not (arguments.only or arguments.quick)]
+        wanted = set(arguments.only or (engines if arguments.quick else known)) - set(arguments.skip)
+        chosen = {name: engine for name, engine in engines.items() if name in wanted}
+        extra = [name for name in EXTRA_PARTS if name in wanted]
         deadline = begun + arguments.deadline
         jobs = jobs_of(chosen, weights, parts, limit=arguments.limit, gpus=gpus)
         groups = [[name for name in extra if not EXTRA_PARTS[name].alone]]

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import ctypes
 import datetime
-import faulthandler
 import hashlib
 import importlib
 import importlib.metadata
@@ -172,7 +171,13 @@ ENGINES: dict[str, Engine] = {
         **_SMALL,
     ),
     "reload, cold": Engine({}, (Schedule("reload: B cold", weights="b"),), **_SMALL),
-    "stock": Engine({}, (Schedule("stock"), Schedule("stock, recomputed", recompute="own")), hooks="none"),
+    "stock": Engine(
+        {},
+        (Schedule("stock"), Schedule("stock, recomputed", recompute="own")),
+        # Its attention is left in the pieces of captured graphs otherwise, as the engine runs in this process.
+        environment={"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"},
+        hooks="none",
+    ),
     "off": Engine(
         {"enforce_eager": True}, (Schedule("off"), Schedule("off, again")), hooks="inert", **_OFF
     ),
@@ -241,11 +246,10 @@ def prompts_of(engine: Engine, vocab_size: int) -> list[PromptSpec]:
 
 
 def digests_of_rows(logits: Any) -> list[int]:
-    """64-bit digest of each row of logits, by the tracer's rule, on the logits' own device."""
+    """64-bit digest of each row of logits, by the tracer's rule."""
     from bi_kernels.testing.trace import row_digests
 
-    with logits.device:  # where the rule's constants are then made
-        return [int(digest) for digest in row_digests(logits).tolist()]
+    return [int(digest) for digest in row_digests(logits).tolist()]
 
 
 def _hashes_of_rows(logits: Any) -> list[int]:
@@ -563,7 +567,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--drawn", type=pathlib.Path, help="the record of the first schedule of all")
     parser.add_argument("--rank", type=int, default=0)
     arguments = parser.parse_args(argv)
-    faulthandler.dump_traceback_later(120, repeat=True)  # a hang then says where
     started = time.monotonic()
     engine, rank = engines[arguments.engine], arguments.rank
     first = engine.schedules[0]
@@ -574,9 +577,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     llm = start(arguments.weights / first.weights, engine.settings)
     start_seconds = round(time.monotonic() - started, 1)
     print(f"== started in {start_seconds} s", flush=True)
-    watch = Watch(llm, digests_of_rows if engine.hooks in ("ours", "none") else _hashes_of_rows)
-    reloads = _Reloads(watch, arguments.weights, first.weights) if arguments.engine.startswith("reload") else None
     schedules: list[dict[str, Any]] = []
+    record = header(arguments.engine, started, hooks=engine.hooks) | {
+        "engine": arguments.engine,
+        "rank": rank,
+        "settings": COMMON | engine.settings,
+        "start_seconds": start_seconds,
+        "schedules": schedules,
+    }
+    watch = Watch(llm, digests_of_rows if engine.hooks in ("ours", "none") else _hashes_of_rows)
+    reloads = None
+    if arguments.engine.startswith("reload"):
+        reloads = _Reloads(watch, arguments.weights, first.weights)
+        record["reload"] = reloads.record
     for schedule in engine.schedules:
         if reloads is not None:
             reloads.to(schedule.weights)
@@ -590,16 +603,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.engine == FIRST and schedule is first:
             write_json(arguments.drawn, {"schedules": schedules})
         print(f"== {schedule.name}: {schedules[-1]['seconds']} s, {schedules[-1]['did']}", flush=True)
-    record = header(arguments.engine, started, hooks=engine.hooks) | {
-        "engine": arguments.engine,
-        "rank": rank,
-        "settings": COMMON | engine.settings,
-        "start_seconds": start_seconds,
-        "schedules": schedules,
-        **({"reload": reloads.record} if reloads is not None else {}),
-    }
-    write_json(arguments.output, record)
-    faulthandler.cancel_dump_traceback_later()
+        record["seconds"] = round(time.monotonic() - started, 1)
+        write_json(arguments.output.with_suffix(".partial"), record)  # to look at, should a later schedule hang
+    arguments.output.with_suffix(".partial").replace(arguments.output)
     # Nothing is left to be done, and a process that tears down CUDA beside others takes its time.
     sys.stdout.flush()
     os._exit(0)

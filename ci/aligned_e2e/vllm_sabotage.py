@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import faulthandler
 import importlib
 import json
 import os
@@ -25,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import torch
 
@@ -34,7 +33,7 @@ from bi_kernels.runtime.errors import BatchInvarianceError
 from bi_kernels.runtime.packages import PACKAGES
 from bi_kernels.testing.trace import Trace, first_divergence
 
-from .h200 import ENVIRONMENT
+from .h200 import ENVIRONMENT, end_process
 from .vllm_engine import COMMON
 from .vllm_probe import first_partings, prepare_vllm, watch_engine
 from .vllm_trainer import make_record
@@ -468,6 +467,17 @@ def _slug(name: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in name)
 
 
+def _run_limited(command: Sequence[str], log: TextIO, seconds: float) -> None:
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        log.write(f"== ended after {seconds} s\n")
+        log.flush()
+    finally:
+        end_process(process)
+
+
 def _run(name: str, arguments: argparse.Namespace) -> tuple[str, bool]:
     """One process; whether there is a record after it."""
     folder = arguments.parts / "sabotage" / _slug(name)
@@ -480,10 +490,7 @@ def _run(name: str, arguments: argparse.Namespace) -> tuple[str, bool]:
     log = folder / "log.txt"
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as stream:
-        try:
-            subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, timeout=arguments.seconds, check=False)
-        except subprocess.TimeoutExpired:
-            stream.write(f"== ended after {arguments.seconds} s\n")
+        _run_limited(command, stream, arguments.seconds)
     print(f"{time.monotonic() - started:6.1f} s  {name}{'' if record.is_file() else ': FAILED'}", flush=True)
     if not record.is_file():
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:]
@@ -544,7 +551,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main_of_one(name: str, arguments: argparse.Namespace) -> int:
-    faulthandler.dump_traceback_later(90, repeat=True)  # a hang then says where
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     sabotage = _BY_NAME.get(name)
@@ -556,7 +562,6 @@ def _main_of_one(name: str, arguments: argparse.Namespace) -> int:
     folder = arguments.parts / "sabotage" / _slug(name)
     record = _play(name, arguments.checkpoint, folder)
     (folder / "record.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
     os._exit(0)  # nothing is left to be done, and a process that tears down CUDA beside others takes its time
 

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
-import faulthandler
 import itertools
 import json
 import os
@@ -315,7 +314,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trace", type=pathlib.Path, help="write the trace of some requests here, for bi-bisect")
     parser.add_argument("--traced", nargs="*", metavar="NAME", help="which; default: the first four")
     arguments = parser.parse_args(argv)
-    faulthandler.dump_traceback_later(120, repeat=True)  # a hang then says where
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     prepare_vllm()

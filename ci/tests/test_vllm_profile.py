@@ -219,6 +219,17 @@ def test_jobs_run_side_by_side_and_keep_their_records(tmp_path):
     assert run_jobs(again) == ([], "")
 
 
+def test_what_a_failed_job_recorded_is_kept_until_it_can_run_again(tmp_path):
+    record = vllm_report.record_of(tmp_path, "cost")
+    assert run_jobs([job(tmp_path, "cost", WRITE + "; raise SystemExit(1)")])[0] == ["cost"]
+    assert run_jobs([job(tmp_path, "cost", WRITE)], seconds=0)[0] == ["cost"]  # no time left
+    assert record.read_text() == "1"
+    again = "import pathlib; pathlib.Path({!r}).write_text('2')"
+    assert run_jobs([job(tmp_path, "cost", again)])[0] == []
+    assert run_jobs([job(tmp_path, "cost", WRITE)]) == ([], "")
+    assert record.read_text() == "2"
+
+
 def test_a_job_that_hangs_is_ended_with_all_it_started(tmp_path):
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']).wait()"
     started = time.monotonic()
@@ -284,8 +295,8 @@ def test_profiles_that_cannot_run_here_say_so(tmp_path, monkeypatch, capsys):
     assert __main__.main(["--profile", "gb200"]) == 2
     assert "not run" in capsys.readouterr().out
     monkeypatch.setattr(h200, "gpu_count", lambda: 1)
-    assert __main__.main(["--profile", "h200", "--work", str(tmp_path), "--only", "nonsense"]) == 2
-    assert "expected some of graphs" in capsys.readouterr().out
+    assert __main__.main(["--profile", "h200", "--work", str(tmp_path), "--skip", "nonsense"]) == 2
+    assert "parts: expected some of graphs" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -206,7 +207,7 @@ def test_main_runs_judges_and_keeps_records(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(vllm_sabotage, "SABOTAGES", sabotages)
     played = []
 
-    def run(command, **options):
+    def run(command, log, seconds):
         played.append(command[3])
         name = command[3]
         if name == "it":
@@ -221,7 +222,7 @@ def test_main_runs_judges_and_keeps_records(tmp_path, monkeypatch, capsys):
         for file in made.iterdir():
             file.rename(tmp_path / "sabotage" / vllm_sabotage._slug(name) / file.name)
 
-    monkeypatch.setattr(vllm_sabotage.subprocess, "run", run)
+    monkeypatch.setattr(vllm_sabotage, "_run_limited", run)
     arguments = ["--checkpoint", "nowhere", "--parts", str(tmp_path), "--jobs", "2"]
     assert vllm_sabotage.main(arguments) == 0
     assert set(played) == {HEALTHY, STOCK, "it", "other"}
@@ -242,12 +243,14 @@ def test_main_runs_judges_and_keeps_records(tmp_path, monkeypatch, capsys):
 def test_a_process_that_fails_shows_its_log(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(vllm_sabotage, "SABOTAGES", (BITS,))
 
-    def run(command, *, stdout, **options):
-        stdout.write("the reason\n")
-        raise vllm_sabotage.subprocess.TimeoutExpired(command, 1)
+    run = vllm_sabotage._run_limited
 
-    monkeypatch.setattr(vllm_sabotage.subprocess, "run", run)
-    assert vllm_sabotage.main(["--checkpoint", "nowhere", "--output", str(tmp_path / "found.json"), "it"]) == 1
+    def hang(command, log, seconds):
+        run([sys.executable, "-u", "-c", "import time; print('the reason'); time.sleep(60)"], log, seconds)
+
+    monkeypatch.setattr(vllm_sabotage, "_run_limited", hang)
+    arguments = ["--checkpoint", "nowhere", "--output", str(tmp_path / "found.json"), "--seconds", "1", "it"]
+    assert vllm_sabotage.main(arguments) == 1
     assert not (tmp_path / "found.json").exists()  # nothing to be judged by
     shown = capsys.readouterr().out
     assert "the reason" in shown

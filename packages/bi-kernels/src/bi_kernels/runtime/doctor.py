@@ -135,7 +135,8 @@ def _print_table(rows: Sequence[Row], blocked: int) -> None:
     # A fixed width keeps names whole where the output is no terminal, as in a log.
     console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(table)
-    console.print(f"{blocked} blocked: aligned mode cannot start here." if blocked else "Aligned mode can start here.")
+    verdict = f"{blocked} blocked: aligned mode cannot start here. The repository's docs/failures explains each."
+    console.print(verdict if blocked else "Aligned mode can start here.")
 
 
 def _row(section: str, name: str, blocker: Blocker | None, found: str) -> Row:
