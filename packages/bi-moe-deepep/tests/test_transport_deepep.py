@@ -125,3 +125,9 @@ def test_b51_filled_tensors_are_refused(numbers: TorchTransport) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     DeepEPTransport(Buffer(), numbers)
+
+
+def test_numbers_stay_on_the_host_under_another_default_device(numbers: TorchTransport) -> None:
+    """vLLM builds layers under one, and gloo would be given its tensors."""
+    with torch.device("meta"):
+        assert numbers.all_gather_ints([3, 1]) == [(3, 1)]

@@ -101,8 +101,8 @@ class TorchTransport:
             TransportError: A rank is gone, late, or makes another call.
         """
         lengths = self._announce("all_gather_ints", len(values))
-        mine = torch.zeros(max(length for (length,) in lengths), dtype=torch.int64)
-        mine[: len(values)] = torch.tensor(values, dtype=torch.int64)
+        mine = torch.zeros(max(length for (length,) in lengths), dtype=torch.int64, device="cpu")
+        mine[: len(values)] = torch.tensor(values, dtype=torch.int64, device="cpu")
         return [
             tuple(row[:length]) for row, (length,) in zip(self._gather("all_gather_ints", mine), lengths, strict=True)
         ]
@@ -218,8 +218,8 @@ class TorchTransport:
 
     def _announce(self, call: str, *numbers: int) -> list[tuple[int, ...]]:
         """Every rank's ``numbers``, by rank, once all ranks make the same call."""
-        mine = torch.zeros(1 + 5, dtype=torch.int64)
-        mine[: 1 + len(numbers)] = torch.tensor([_CALLS.index(call), *numbers])
+        mine = torch.zeros(1 + 5, dtype=torch.int64, device="cpu")
+        mine[: 1 + len(numbers)] = torch.tensor([_CALLS.index(call), *numbers], device="cpu")
         ranks = self._gather(call, mine)
         calls = [_CALLS[code] if 0 <= code < len(_CALLS) else f"call {code}" for code, *_ in ranks]
         if len(set(calls)) > 1:
@@ -232,7 +232,7 @@ class TorchTransport:
 
     def _gather(self, call: str, mine: torch.Tensor) -> list[list[int]]:
         """A host tensor of every rank, by rank."""
-        everyone = torch.empty((self.world_size, mine.numel()), dtype=torch.int64)
+        everyone = torch.empty((self.world_size, mine.numel()), dtype=torch.int64, device="cpu")
         self._wait(call, False, lambda: _all_gather(everyone.flatten(), mine, self._control, True))
         found: list[list[int]] = everyone.tolist()
         return found
