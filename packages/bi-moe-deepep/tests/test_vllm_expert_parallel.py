@@ -7,6 +7,7 @@ dispatch`` runs this; it needs the wheels of all four packages and ``ci/`` on th
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -45,6 +46,9 @@ Records = dict[str, list[dict[str, Any]]]
 def environments(transport: str) -> list[dict[str, str]]:
     """The environment of each rank; ``alone`` has one."""
     plain = {name: value for name, value in os.environ.items() if name not in ("BI_PARTIAL", "BI_EP_TRANSPORT")}
+    if "deepep" in ENGINES:  # its wheel is linked to NVSHMEM without saying where that is
+        folders = [f"{place}/lib" for place in importlib.import_module("nvidia.nvshmem").__path__]
+        plain["LD_LIBRARY_PATH"] = os.pathsep.join([*folders, *filter(None, [plain.get("LD_LIBRARY_PATH")])])
     if transport == "alone":
         return [plain | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "0"}]
     with socket.socket() as free:

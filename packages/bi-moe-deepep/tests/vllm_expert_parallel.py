@@ -6,16 +6,14 @@ Alone it is the engine that the others are compared with. With vLLM's ``VLLM_DP_
 ``VLLM_DP_MASTER_IP``/``_PORT`` it is one of several: over NCCL with ``BI_EP_TRANSPORT=nccl``, else over DeepEP. First
 the ranks share the requests, then rank 0 has all of them and the others none. The engine core runs in this process
 (``VLLM_ENABLE_V1_MULTIPROCESSING=0``). DIR comes from ``ci/aligned_e2e/vllm_checkpoint.py``; all four packages are
-installed, since batches differ between the ranks. Stacks are dumped every minute, and the record is written after
-every round.
+installed, since batches differ between the ranks. Where DeepEP is installed vLLM imports it, in another process too, so
+NVSHMEM's folder is on ``LD_LIBRARY_PATH``. Stacks are dumped every minute, and the record is written after every round.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
-import importlib.util
 import json
 import os
 import random
@@ -142,14 +140,6 @@ def serve(llm: Any, layers: ExpertLayers, prompts: dict[str, list[int]]) -> dict
     }
 
 
-def preload_nvshmem() -> None:
-    """DeepEP's wheel is linked to NVSHMEM without saying where it is; vLLM imports it wherever it is installed."""
-    found = importlib.util.find_spec("nvidia.nvshmem") if importlib.util.find_spec("deep_ep") else None
-    for place in found.submodule_search_locations or () if found is not None else ():
-        for library in Path(place, "lib").glob("libnvshmem_host.so*"):
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-
-
 def main() -> int:
     """Start the engine, serve the rounds, write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -159,7 +149,6 @@ def main() -> int:
     faulthandler.dump_traceback_later(60, repeat=True)
     started = time.monotonic()
     rank, ranks = int(os.environ.get("VLLM_DP_RANK", "0")), int(os.environ.get("VLLM_DP_SIZE", "1"))
-    preload_nvshmem()
 
     from bi_moe_deepep import vllm_hook
 
