@@ -74,7 +74,7 @@ bi-reload:bench)
     ;;
 bi-moe-deepep:dispatch)
     step 150 dispatch.txt python3 "$benchmarks/bench_dispatch.py" --ranks 2 --out "$OUT/h200.jsonl"
-    export BI_EP_LIMIT=$((${LIMIT:-420} * 3 / 5)) # engines over NCCL compile what those over DeepEP then find
+    export BI_EP_LIMIT=$((${LIMIT:-420} - 30)) # for the engines, the rest for the checkpoint
     step "${LIMIT:-420}" engines.txt "${pytest[@]}" -m two_gpus -s "$tests/test_vllm_expert_parallel.py"
     ;;
 *)
