@@ -100,7 +100,9 @@ def test_a_model_is_checked_before_it_is_built(hooked):
     from bi_kernels import HookError, vllm_model_check
     from bi_kernels.testing.hooks import plain_config
 
-    shapes = SimpleNamespace(expert_dtype="fp8", hidden_size=4096, n_routed_experts=256, moe_intermediate_size=2048)
+    shapes = SimpleNamespace(
+        expert_dtype="fp8", hidden_size=4096, n_routed_experts=256, moe_intermediate_size=2048, index_n_heads=64
+    )
     config = plain_config(model_config__hf_config=shapes)
     assert vllm_model_check.model_blockers(config) == []
     config.lora_config = SimpleNamespace(max_lora_rank=8)
