@@ -15,8 +15,8 @@ from bi_kernels.testing import assert_bitwise_equal
 
 SCHEMAS = {
     "fused_silu_mul_per_token_group_quant": (
-        "(Tensor x, Tensor? masked_m, float? clamp_limit, int group_size, int scale_format, int arch, "
-        "Tensor(a!) out_q, Tensor(b!) out_s) -> ()"
+        "(Tensor x, Tensor? masked_m, Tensor? m_indices, float? clamp_limit, int group_size, int scale_format, "
+        "int arch, Tensor(a!) out_q, Tensor(b!) out_s) -> ()"
     ),
     "per_token_group_quant": (
         "(Tensor x, Tensor? masked_m, int group_size, int scale_format, Tensor(a!) out_q, Tensor(b!) out_s) -> ()"
@@ -29,9 +29,10 @@ def silu_arguments(scale_format: ScaleFormat, arch: Arch, *, masked: bool, clamp
     tokens = (2, 3) if masked else (5,)
     x = torch.randn(*tokens, 512).bfloat16()
     masked_m = torch.tensor([1, 3], dtype=torch.int32) if masked else None
+    m_indices = None if masked else torch.tensor([0, 1, -1, 1, -1], dtype=torch.int32)
     out_q = torch.zeros(*tokens, 256).to(torch.float8_e4m3fn)
     out_s = allocate_scales(tokens, 2, scale_format).zero_()
-    return x, masked_m, clamp, 128, scale_format.value, arch.value, out_q, out_s
+    return x, masked_m, m_indices, clamp, 128, scale_format.value, arch.value, out_q, out_s
 
 
 def quant_arguments(scale_format: ScaleFormat) -> tuple[object, ...]:

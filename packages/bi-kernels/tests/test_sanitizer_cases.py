@@ -24,11 +24,14 @@ def test_fused_op(scale_format, limit):
     want = fused_silu_mul_per_token_group_quant(x, arch=Arch.SM90, **arguments)
     got = fused_silu_mul_per_token_group_quant(x.cuda(), masked_m=masked_m.cuda(), **arguments)
     whole = fused_silu_mul_per_token_group_quant(x[0].cuda(), **arguments)
+    m_indices = torch.tensor([1, -1, 0, -1, 2], dtype=torch.int32)
+    some = fused_silu_mul_per_token_group_quant(x[0].cuda(), m_indices=m_indices.cuda(), **arguments)
     for i, count in enumerate(masked_m.tolist()):
         for a, b in zip(got, want, strict=True):
             assert_bitwise_equal(a[i, :count].cpu().contiguous(), b[i, :count].contiguous())
-    for a, b in zip(whole, want, strict=True):
+    for a, part, b in zip(whole, some, want, strict=True):
         assert_bitwise_equal(a.cpu().contiguous(), b[0].contiguous())
+        assert_bitwise_equal(part.cpu()[::2].contiguous(), b[0, ::2].contiguous())
 
 
 # One number of rows for each set of tiles.

@@ -21,6 +21,7 @@ __all__ = ["fixed_order_mm", "fused_silu_mul_per_token_group_quant", "per_token_
 def _cpu_fused_silu_mul_per_token_group_quant(
     x: torch.Tensor,
     masked_m: torch.Tensor | None,
+    m_indices: torch.Tensor | None,
     clamp_limit: float | None,
     group_size: int,
     scale_format: int,
@@ -31,6 +32,7 @@ def _cpu_fused_silu_mul_per_token_group_quant(
     _silu_mul_quant.fused_silu_mul_per_token_group_quant(
         x,
         masked_m=masked_m,
+        m_indices=m_indices,
         clamp_limit=clamp_limit,
         group_size=group_size,
         scale_format=ScaleFormat(scale_format),
@@ -64,8 +66,8 @@ def _cpu_fixed_order_mm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
 
 fused_silu_mul_per_token_group_quant = define_op(
     "bi_kernels",
-    "fused_silu_mul_per_token_group_quant(Tensor x, Tensor? masked_m, float? clamp_limit, int group_size, "
-    "int scale_format, int arch, Tensor(a!) out_q, Tensor(b!) out_s) -> ()",
+    "fused_silu_mul_per_token_group_quant(Tensor x, Tensor? masked_m, Tensor? m_indices, float? clamp_limit, "
+    "int group_size, int scale_format, int arch, Tensor(a!) out_q, Tensor(b!) out_s) -> ()",
     cpu=_cpu_fused_silu_mul_per_token_group_quant,
 )
 per_token_group_quant = define_op(
