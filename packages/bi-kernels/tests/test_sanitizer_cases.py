@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bi_kernels import Arch, ScaleFormat, fixed_order_mm, fused_silu_mul_per_token_group_quant
+from bi_kernels import Arch, ScaleFormat, fixed_order_mm, fused_silu_mul_per_token_group_quant, log_softmax
 from bi_kernels.reference.fixed_order_mm import error_bound
 from bi_kernels.testing import assert_bitwise_equal
 
@@ -49,3 +49,9 @@ def test_fixed_order_mm(m, n, k, dtype):
     some = torch.tensor(sorted({0, m // 2, m - 1}))
     error = (got[some].double() - x[some].double() @ weight.double().T).abs()
     assert (error <= error_bound(x[some], weight, out_dtype=dtype)).all()
+
+
+@pytest.mark.parametrize("columns", [1, 70, 8192, 20_001], ids=lambda v: f"V={v}")
+def test_log_softmax(columns):
+    logits = torch.randn(3, columns)
+    assert_bitwise_equal(log_softmax(logits.cuda()).cpu(), log_softmax(logits))

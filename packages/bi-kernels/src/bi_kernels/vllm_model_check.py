@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .fixed_order_mm import CUDA_N, fixed_order_mm
+from .log_softmax import log_softmax
 from .runtime import probe
 from .runtime.errors import Blocker, HookError
 from .runtime.hooks import active_plans, model_hook_blockers
@@ -69,6 +70,7 @@ def self_tests(config: Any) -> tuple[probe.SelfTest, ...]:
         *(_projection(n, hidden, torch.float32) for n in widths),
         _projection(config.index_n_heads, hidden, torch.bfloat16),
         _activation(inter),
+        _logprobs(config.vocab_size),
     )
 
 
@@ -139,6 +141,23 @@ def _activation(inter: int) -> probe.SelfTest:
         build=_build,
         shape_key=f"I={inter}",
         remedy="Reinstall bi-kernels, and report this with bi-doctor's output.",
+    )
+
+
+def _logprobs(vocabulary: int) -> probe.SelfTest:
+    def by_batch(x: torch.Tensor) -> torch.Tensor:
+        shifted = x - x.amax()  # of the batch: mathematically the shift is free
+        return shifted - shifted.exp().sum(-1, keepdim=True).log()
+
+    return probe.SelfTest(
+        name="bi_kernels.log_softmax",
+        op=log_softmax,
+        control=by_batch,
+        rows=lambda rows, device: (_normal(rows, vocabulary, device).float() * 3,),
+        build=_build,
+        shape_key=f"V={vocabulary}",
+        remedy="Reinstall bi-kernels, and report this with bi-doctor's output.",
+        batch_sizes=(1, 2, 3, 17),
     )
 
 
