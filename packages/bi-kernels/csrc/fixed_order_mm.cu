@@ -31,8 +31,8 @@ void fixed_order_mm(const Tensor& x, const Tensor& weight, const Tensor& out) {
     bi::check_size(out, "out", 0, m);
     bi::check_size(out, "out", 1, n);
     STD_TORCH_CHECK(m < int64_t{1} << 31, "x: expected fewer than 2**31 rows, got ", m);
-    STD_TORCH_CHECK(n == 256 || n == 384 || n == 512 || n == 1024 || n == 2048,
-                    "weight: expected N in {256, 384, 512, 1024, 2048}, got ", n);
+    STD_TORCH_CHECK(n == 64 || n == 256 || n == 384 || n == 512 || n == 1024 || n == 2048,
+                    "weight: expected N in {64, 256, 384, 512, 1024, 2048}, got ", n);
     STD_TORCH_CHECK(k == 2048 || k == 4096 || k == 7168, "x: expected K in {2048, 4096, 7168}, got ", k);
     bi::check_rows_aligned(x, "x", 16);
     bi::check_rows_aligned(weight, "weight", 16);

@@ -365,15 +365,18 @@ cudaError_t fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTiled encod
         return launch_fixed_order_mm<Config, kBf16>(problem, encode, processors, stream);
     };
     if (tiles(64, 64) <= 8) return run(FixedOrderMmConfig<1, 64, 8>{});
-    if (tiles(64, 128) <= 12) return run(FixedOrderMmConfig<1, 128, 8>{});
+    // A single column of tiles: none of 128 columns fits, and no neighbour shares the copies of x.
+    const bool narrow = n < 128;
+    if (!narrow && tiles(64, 128) <= 12) return run(FixedOrderMmConfig<1, 128, 8>{});
     // The shortest K is read as fast by one block as its sum is put together from several.
     const bool long_k = problem.args.k > 2048;
-    if ((long_k || m <= 32) && tiles(64, 128) <= 16) return run(FixedOrderMmConfig<1, 128, 4>{});
+    if (!narrow && (long_k || m <= 32) && tiles(64, 128) <= 16) return run(FixedOrderMmConfig<1, 128, 4>{});
     if (long_k && tiles(64, 64) <= 64) return run(FixedOrderMmConfig<1, 64, 2>{});
     if (tiles(64, 64) <= 132) {
-        return tiles(64, 64) > 96 && m > n ? run(FixedOrderMmConfig<1, 64, 1, 2>{})
-                                           : run(FixedOrderMmConfig<1, 64, 1>{});
+        return !narrow && tiles(64, 64) > 96 && m > n ? run(FixedOrderMmConfig<1, 64, 1, 2>{})
+                                                      : run(FixedOrderMmConfig<1, 64, 1>{});
     }
+    if (narrow) return run(FixedOrderMmConfig<2, 64, 1>{});
     if (tiles(128, 64) <= 132) {
         if (m > 4 * n && n % 256 == 0) return run(FixedOrderMmConfig<1, 128, 1, 2>{});
         return m >= n ? run(FixedOrderMmConfig<2, 64, 1, 2>{}) : run(FixedOrderMmConfig<2, 64, 1>{});

@@ -12,8 +12,9 @@ using bi::ScaleFormat;
 using bi::Tensor;
 
 void fused_silu_mul_per_token_group_quant(const Tensor& x, const std::optional<Tensor>& masked_m,
-                                          std::optional<double> clamp_limit, int64_t group_size, int64_t scale_format,
-                                          int64_t arch, const Tensor& out_q, const Tensor& out_s) {
+                                          const std::optional<Tensor>& m_indices, std::optional<double> clamp_limit,
+                                          int64_t group_size, int64_t scale_format, int64_t arch, const Tensor& out_q,
+                                          const Tensor& out_s) {
     using Type = torch::headeronly::ScalarType;
     STD_TORCH_CHECK(group_size == bi::kGroupSize, "group_size: expected ", bi::kGroupSize, ", got ", group_size);
     STD_TORCH_CHECK(scale_format >= 0 && scale_format <= 2,
@@ -53,6 +54,12 @@ void fused_silu_mul_per_token_group_quant(const Tensor& x, const std::optional<T
         bi::check_size(*masked_m, "masked_m", 0, experts);
         STD_TORCH_CHECK(experts <= 1 || masked_m->stride(0) == 1, "masked_m: expected contiguous memory");
     }
+    if (m_indices.has_value()) {
+        STD_TORCH_CHECK(!by_expert, "m_indices: expected none, as x has 3 dimensions. Pass x as [M, 2 I].");
+        bi::check_tensor(*m_indices, "m_indices", Type::Int, "int32", 1, device);
+        bi::check_size(*m_indices, "m_indices", 0, rows);
+        STD_TORCH_CHECK(rows <= 1 || m_indices->stride(0) == 1, "m_indices: expected contiguous memory");
+    }
     bi::check_arch(arch, device);
 
     const bi::SiluMulQuantArgs args{
@@ -71,6 +78,7 @@ void fused_silu_mul_per_token_group_quant(const Tensor& x, const std::optional<T
         .rows = rows,
         .groups = static_cast<int>(groups),
         .clamp_limit = static_cast<float>(clamp_limit.value_or(0.0)),
+        .m_indices = m_indices.has_value() ? static_cast<const int32_t*>(m_indices->const_data_ptr()) : nullptr,
     };
     const torch::stable::accelerator::DeviceGuard guard(device);
     const cudaStream_t stream = bi::current_stream(device);

@@ -27,6 +27,7 @@ struct SiluMulQuantArgs {
     int64_t experts, rows;
     int groups;
     float clamp_limit;
+    const int32_t* m_indices;  // [rows] negative: nobody's row, left alone; or null. Not by expert
 };
 
 // All 32 lanes call this; `group` is the caller's own, `first_lane` whether it is the first of that group's lanes.
@@ -66,6 +67,7 @@ __global__ void __launch_bounds__(kMaxGroupsPerBlock* kLanesPerGroup, 5)
         int64_t rows = a.rows;
         if (kExperts && a.masked_m != nullptr) rows = min(rows, int64_t{a.masked_m[expert]});
         for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+            if (!kExperts && a.m_indices != nullptr && a.m_indices[row] < 0) continue;  // for the whole block
             const uint16_t* x = a.x + expert * a.x_expert + row * a.x_row + column;
             uint32_t gate[kPairs] = {}, up[kPairs] = {}, y[kPairs];
             if (active) {

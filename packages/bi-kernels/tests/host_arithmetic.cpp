@@ -18,6 +18,7 @@ static float approximate_reciprocal(float x) {
 #include "bi/launch.cuh"
 #include "bi/numerics_sm100.cuh"
 #include "bi/numerics_sm90.cuh"
+#include "log_softmax.cuh"
 
 template <typename Arch, bool kClamp>
 static void silu_mul(const uint32_t* gate, const uint32_t* up, float limit, uint32_t* y, int64_t pairs) {
@@ -59,6 +60,30 @@ void scaled_pairs(const uint32_t* v, float scale, float* out, int64_t pairs) {
 
 void one_plus_exp(const float* v, float* out, int64_t n) {
     for (int64_t i = 0; i < n; ++i) out[i] = bi::one_plus_exp(v[i]);
+}
+
+void exp_negative(const float* v, float* out, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) out[i] = bi::exp_negative(v[i]);
+}
+
+void log_from_one(const float* v, float* out, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) out[i] = bi::log_from_one(v[i]);
+}
+
+// One row, as the three kernels treat it; `scratch` has a number for each node.
+void log_softmax_row(const float* x, float* scratch, float* out, int columns) {
+    const bi::HalvingTree tree = bi::halving_tree(columns);
+    float largest = x[0];
+    for (int i = 1; i < columns; ++i) largest = bi::max_nan(largest, x[i]);
+    int size = tree.size[bi::kTreeLevels];
+    for (int i = 0; i < size; ++i) scratch[i] = bi::node_sum(x, largest, tree, i);
+    while (size > 1) {
+        const int half = (size + 1) / 2;
+        for (int i = 0; i < size - half; ++i) scratch[i] = bi::add_rn(scratch[i], scratch[i + half]);
+        size = half;
+    }
+    const float log_sum = bi::log_from_one(scratch[0]);
+    for (int i = 0; i < columns; ++i) out[i] = bi::log_probability(x[i], largest, log_sum);
 }
 
 void silu_mul_quant_plan(int groups, int* plan) {

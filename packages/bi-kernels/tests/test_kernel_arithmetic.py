@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bi_kernels import Arch, ScaleFormat, silu_and_mul
+from bi_kernels import Arch, ScaleFormat, log_softmax, silu_and_mul
 from bi_kernels.launch import silu_mul_quant_plan
 from bi_kernels.reference.group_quant import quantize_groups
-from bi_kernels.reference.numerics import exp
+from bi_kernels.reference.numerics import exp, log
 from bi_kernels.testing import assert_bitwise_equal
 
 HERE = Path(__file__).parent
@@ -30,7 +30,13 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler; test_
 def lib(tmp_path_factory):
     path = tmp_path_factory.mktemp("host") / "arithmetic.so"
     command = [COMPILER, "-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC"]
-    command += [f"-I{HERE.parent / 'csrc' / 'include'}", str(HERE / "host_arithmetic.cpp"), "-o", str(path)]
+    command += [
+        f"-I{HERE.parent / 'csrc' / 'include'}",
+        f"-I{HERE.parent / 'csrc'}",
+        str(HERE / "host_arithmetic.cpp"),
+        "-o",
+        str(path),
+    ]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(path))
 
@@ -124,6 +130,29 @@ def test_one_plus_exp(lib):
     out = torch.empty_like(v)
     lib.one_plus_exp(pointer(v), pointer(out), ctypes.c_int64(v.numel()))
     assert_bitwise_equal(out, 1.0 + exp(v))
+
+
+def test_exp_and_log_of_the_log_softmax(lib):
+    # Every 1021st negative float32, and every 509th from 1 to infinity.
+    v = (torch.arange(1 << 31, (1 << 31) + 0x7F800001, 1021) - (1 << 32)).to(torch.int32).view(torch.float32)
+    for values, function, want in (
+        (torch.cat([v, torch.tensor([0.0, -torch.inf])]), lib.exp_negative, exp),
+        (torch.arange(0x3F800000, 0x7F800000, 509, dtype=torch.int32).view(torch.float32), lib.log_from_one, log),
+    ):
+        out = torch.empty_like(values)
+        function(pointer(values), pointer(out), ctypes.c_int64(values.numel()))
+        assert_bitwise_equal(out, want(values))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 31, 32, 33, 63, 100, 1000, 4097, 8192, 8193, 129_280, 151_936, 262_144])
+def test_log_softmax_has_the_reference_bits(lib, columns):
+    nodes = torch.empty(-(-columns // 32))
+    for scale, special in ((3.0, 0.0), (40.0, -torch.inf), (3.0, torch.nan), (1.0, torch.inf)):
+        x = torch.randn(1, columns) * scale
+        x[0, columns // 3] = special
+        out = torch.empty_like(x)
+        lib.log_softmax_row(pointer(x), pointer(nodes), pointer(out), ctypes.c_int(columns))
+        assert_bitwise_equal(out, log_softmax(x), f"{special}")
 
 
 def test_geometry_is_the_python_one(lib):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bi_kernels import Arch, ScaleFormat, fixed_order_mm, fused_silu_mul_per_token_group_quant
+from bi_kernels import Arch, ScaleFormat, fixed_order_mm, fused_silu_mul_per_token_group_quant, log_softmax
 from bi_kernels.reference.fixed_order_mm import error_bound
 from bi_kernels.testing import assert_bitwise_equal
 
@@ -24,18 +24,22 @@ def test_fused_op(scale_format, limit):
     want = fused_silu_mul_per_token_group_quant(x, arch=Arch.SM90, **arguments)
     got = fused_silu_mul_per_token_group_quant(x.cuda(), masked_m=masked_m.cuda(), **arguments)
     whole = fused_silu_mul_per_token_group_quant(x[0].cuda(), **arguments)
+    m_indices = torch.tensor([1, -1, 0, -1, 2], dtype=torch.int32)
+    some = fused_silu_mul_per_token_group_quant(x[0].cuda(), m_indices=m_indices.cuda(), **arguments)
     for i, count in enumerate(masked_m.tolist()):
         for a, b in zip(got, want, strict=True):
             assert_bitwise_equal(a[i, :count].cpu().contiguous(), b[i, :count].contiguous())
-    for a, b in zip(whole, want, strict=True):
+    for a, part, b in zip(whole, some, want, strict=True):
         assert_bitwise_equal(a.cpu().contiguous(), b[0].contiguous())
+        assert_bitwise_equal(part.cpu()[::2].contiguous(), b[0, ::2].contiguous())
 
 
 # One number of rows for each set of tiles.
 @pytest.mark.parametrize(
     ("m", "n", "k"),
     [(1, 256, 2048), (200, 256, 2048), (70, 1024, 4096), (250, 1024, 4096), (70, 1024, 2048), (1000, 512, 2048),
-     (2200, 256, 2048), (300, 2048, 2048), (1024, 1024, 2048), (520, 2048, 2048), (3000, 384, 2048)],
+     (2200, 256, 2048), (300, 2048, 2048), (1024, 1024, 2048), (520, 2048, 2048), (3000, 384, 2048), (70, 64, 2048),
+     (600, 64, 2048), (600, 64, 4096), (8500, 64, 2048)],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -45,3 +49,9 @@ def test_fixed_order_mm(m, n, k, dtype):
     some = torch.tensor(sorted({0, m // 2, m - 1}))
     error = (got[some].double() - x[some].double() @ weight.double().T).abs()
     assert (error <= error_bound(x[some], weight, out_dtype=dtype)).all()
+
+
+@pytest.mark.parametrize("columns", [1, 70, 8192, 20_001], ids=lambda v: f"V={v}")
+def test_log_softmax(columns):
+    logits = torch.randn(3, columns)
+    assert_bitwise_equal(log_softmax(logits.cuda()).cpu(), log_softmax(logits))

@@ -203,6 +203,24 @@ def test_masked_rows_are_neither_read_nor_written(arch: Arch, scale_format: Scal
     assert (memory[:, :, 5:] == 0x55).all()
 
 
+@ARCHS
+@FORMATS
+def test_nobodys_rows_are_neither_read_nor_written(arch: Arch, scale_format: ScaleFormat) -> None:
+    x = random_input(7)
+    arguments = {"arch": arch, "scale_format": scale_format, "clamp_limit": 10.0}
+    want_q, want_s = fused_silu_mul_per_token_group_quant(x, **arguments)
+    m_indices = torch.tensor([3, -1, 0, -7, 0, 2, -1], dtype=torch.int32)
+    live = m_indices >= 0
+    x[~live] = math.nan  # poison in
+    out_q = torch.full((7, 256), 0x55, dtype=torch.uint8).view(torch.float8_e4m3fn)  # and a pattern out
+    out_s = torch.full((scale_format.columns(2), 7), 0x55, dtype=torch.int32).view(scale_format.dtype).mT
+    fused_silu_mul_per_token_group_quant(x, m_indices=m_indices, out_q=out_q, out_s=out_s, **arguments)
+    assert_bitwise_equal(out_q[live], want_q[live])
+    assert_bitwise_equal(out_s[live], want_s[live])
+    assert (bit_view(out_q[~live]) == 0x55).all()
+    assert (bit_view(out_s[~live]) == 0x55).all()
+
+
 @FORMATS
 def test_empty_input_and_layouts(scale_format: ScaleFormat) -> None:
     for tokens in ((0,), (0, 4), (3, 0), (0, 0)):
@@ -288,6 +306,7 @@ def meta_like(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(t, device="meta")
 
 
+OWNERS = torch.tensor([0, 1, -1, 1, 0], dtype=torch.int32)
 X2, X3 = torch.ones(5, 512).bfloat16(), torch.ones(3, 5, 512).bfloat16()
 COUNTS = torch.tensor([1, 5, 0], dtype=torch.int32)
 
@@ -307,6 +326,11 @@ COUNTS = torch.tensor([1, 5, 0], dtype=torch.int32)
         ({"masked_m": meta_like(COUNTS)}, "masked_m: expected device cpu"),
         ({"masked_m": COUNTS + 1}, "masked_m: expected values from 0 to 5, got values from 1 to 6"),
         ({"masked_m": COUNTS - 1}, "got values from -1 to 4"),
+        ({"m_indices": OWNERS}, "m_indices: expected None, as x is"),
+        ({"x": X2, "masked_m": None, "m_indices": OWNERS.long()}, "m_indices: expected dtype int32"),
+        ({"x": X2, "masked_m": None, "m_indices": OWNERS[:4]}, r"m_indices: expected shape \(5\)"),
+        ({"x": X2, "masked_m": None, "m_indices": OWNERS.repeat(2)[::2]}, "m_indices: expected contiguous"),
+        ({"x": X2, "masked_m": None, "m_indices": meta_like(OWNERS)}, "m_indices: expected device cpu"),
         ({"clamp_limit": 0.0}, "clamp_limit: expected a positive number"),
         ({"clamp_limit": -10.0}, "clamp_limit"),
         ({"clamp_limit": math.nan}, "clamp_limit"),

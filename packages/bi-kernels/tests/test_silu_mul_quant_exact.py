@@ -13,7 +13,7 @@ from bi_kernels import Arch, ArgumentError, ScaleFormat, detect_arch, fused_silu
 from bi_kernels._ops import fused_silu_mul_per_token_group_quant as op
 from bi_kernels.reference import silu_mul_quant as reference
 from bi_kernels.scale_format import allocate_scales
-from bi_kernels.testing import assert_batch_invariant, assert_bitwise_equal, few_multiprocessors
+from bi_kernels.testing import assert_batch_invariant, assert_bitwise_equal, bit_view, few_multiprocessors
 
 pytestmark = pytest.mark.gpu
 
@@ -37,24 +37,38 @@ def outputs(x, scale_format, fill=0xAB):
     return q, s
 
 
-def native(x, scale_format, limit, masked_m=None):
+def native(x, scale_format, limit, masked_m=None, m_indices=None):
     q, s = outputs(x, scale_format)
     fused_silu_mul_per_token_group_quant(
-        x, masked_m=masked_m, clamp_limit=limit, scale_format=scale_format, out_q=q, out_s=s
+        x,
+        masked_m=masked_m,
+        m_indices=m_indices,
+        clamp_limit=limit,
+        scale_format=scale_format,
+        out_q=q,
+        out_s=s,
     )
     return q, s
 
 
-def expected(x, scale_format, limit, arch, masked_m=None):
+def expected(x, scale_format, limit, arch, masked_m=None, m_indices=None):
     q, s = outputs(x, scale_format)
     reference.fused_silu_mul_per_token_group_quant(
-        x, masked_m=masked_m, clamp_limit=limit, scale_format=scale_format, arch=arch, out_q=q, out_s=s
+        x,
+        masked_m=masked_m,
+        m_indices=m_indices,
+        clamp_limit=limit,
+        scale_format=scale_format,
+        arch=arch,
+        out_q=q,
+        out_s=s,
     )
     return q, s
 
 
-def check(x, scale_format, limit, arch, masked_m=None, label=""):
-    got, want = native(x, scale_format, limit, masked_m), expected(x, scale_format, limit, arch, masked_m)
+def check(x, scale_format, limit, arch, masked_m=None, m_indices=None, label=""):
+    got = native(x, scale_format, limit, masked_m, m_indices)
+    want = expected(x, scale_format, limit, arch, masked_m, m_indices)
     assert_bitwise_equal(got[0], want[0], f"codes {label}")
     assert_bitwise_equal(got[1], want[1], f"scales {label}")
 
@@ -167,6 +181,20 @@ def test_masked_equals_contiguous_and_touches_nothing_else(arch, scale_format, l
 
 
 @by_format
+@by_limit
+@pytest.mark.parametrize("intermediate", [640, 2048, 7168], ids=lambda v: f"I={v}")
+def test_nobodys_rows_are_neither_read_nor_written(arch, scale_format, limit, intermediate):
+    x = random_rows(1000, intermediate, 4.0)
+    m_indices = torch.randint(-3, 4, (1000,), dtype=torch.int32, device="cuda")
+    x[m_indices < 0] = torch.nan  # reading these would show
+    check(x, scale_format, limit, arch, m_indices=m_indices)
+    rows = native(x[m_indices >= 0], scale_format, limit)
+    for got, want in zip(native(x, scale_format, limit, m_indices=m_indices), rows, strict=True):
+        assert_bitwise_equal(bit_view(got)[m_indices >= 0], bit_view(want).contiguous())
+    check(x, scale_format, limit, arch, m_indices=torch.full_like(m_indices, -1))
+
+
+@by_format
 def test_experts_without_a_mask(arch, scale_format):
     check(random_rows(5 * 130, 512).view(5, 130, 1024), scale_format, 10.0, arch)
 
@@ -261,7 +289,7 @@ def test_opcheck_and_inputs_stay(arch):
     x = random_rows(3 * 8, 512).view(3, 8, 1024)
     masked_m = torch.tensor([8, 0, 5], dtype=torch.int32, device="cuda")
     for scale_format in FORMATS:
-        args = (x, masked_m, 10.0, 128, scale_format.value, arch.value, *outputs(x, scale_format))
+        args = (x, masked_m, None, 10.0, 128, scale_format.value, arch.value, *outputs(x, scale_format))
         before = x.clone(), masked_m.clone()
         torch.library.opcheck(op, args, test_utils=("test_faketensor",))
         assert op(*args) is None
@@ -299,6 +327,9 @@ def test_past_two_to_the_31_elements(scale_format, rows, intermediate):
         ({"out_s": torch.zeros(4, 2, dtype=torch.int32)}, "out_s: expected dtype float32"),
         ({"out_s": torch.zeros(4, 1)}, "out_s: expected size 2"),
         ({"masked_m": torch.zeros(4, dtype=torch.int32)}, "masked_m: expected none"),
+        ({"m_indices": torch.zeros(4, dtype=torch.int64)}, "m_indices: expected"),
+        ({"m_indices": torch.zeros(3, dtype=torch.int32)}, "m_indices: expected size 4"),
+        ({"m_indices": torch.zeros(8, dtype=torch.int32)[::2]}, "m_indices: expected contiguous"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
@@ -306,8 +337,8 @@ def test_direct_calls_are_checked_and_write_nothing(arch, change, match):
     x = random_rows(4, 256)
     q, s = outputs(x, ScaleFormat.FLOAT32)
     args = {
-        "x": x, "masked_m": None, "clamp_limit": None, "group_size": 128, "scale_format": 0, "arch": arch.value,
-        "out_q": q, "out_s": s,
+        "x": x, "masked_m": None, "m_indices": None, "clamp_limit": None, "group_size": 128, "scale_format": 0,
+        "arch": arch.value, "out_q": q, "out_s": s,
     }  # fmt: skip
     args |= {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in change.items()}
     before = [t.clone() for t in (q, s)]
@@ -334,7 +365,7 @@ def test_misaligned_rows_are_refused(arch, offset):
     x = memory[:, offset : offset + 512]
     q, s = outputs(x, ScaleFormat.FLOAT32)
     with pytest.raises(RuntimeError, match="multiples of 16 bytes"):
-        op(x, None, None, 128, 0, arch.value, q, s)
+        op(x, None, None, None, 128, 0, arch.value, q, s)
     with pytest.raises(ArgumentError, match="x: expected rows that start at multiples of 16 bytes"):
         fused_silu_mul_per_token_group_quant(x, out_q=q, out_s=s)
     codes = torch.empty(4, 260, dtype=torch.float8_e4m3fn, device="cuda")[:, :256]

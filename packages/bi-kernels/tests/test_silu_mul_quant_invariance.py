@@ -58,6 +58,24 @@ def test_masked_rows_are_independent_and_equal_contiguous_ones(arch: Arch, scale
         assert_bitwise_equal(s, want_s)
 
 
+@VARIANTS
+def test_rows_among_nobodys_rows_are_independent(arch: Arch, scale_format: ScaleFormat) -> None:
+    arguments = {"arch": arch, "scale_format": scale_format, "clamp_limit": 10.0}
+
+    def fused(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        spread = torch.full((2 * len(x) + 1, x.shape[1]), torch.nan).bfloat16()
+        spread[1::2] = x
+        m_indices = torch.full((len(spread),), -1, dtype=torch.int32)
+        m_indices[1::2] = 3
+        q, s = fused_silu_mul_per_token_group_quant(spread, m_indices=m_indices, **arguments)
+        return q[1::2], s[1::2]
+
+    assert_batch_invariant(fused, rows(), batch_sizes=QUICK_BATCH_SIZES)
+    x = rows()
+    for got, want in zip(fused(x), fused_silu_mul_per_token_group_quant(x, **arguments), strict=True):
+        assert_bitwise_equal(got.contiguous(), want.contiguous())
+
+
 def split_by_batch(x: torch.Tensor) -> torch.Tensor:
     # What a kernel does that unrolls exp differently above some size: same mathematics, other bits.
     gate, up = x.float().chunk(2, -1)

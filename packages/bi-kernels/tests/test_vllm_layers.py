@@ -91,7 +91,17 @@ def test_the_patches_are_in_place(hooked):
         assert getattr(fp8_utils, name) is getattr(vllm_publish, name)
     assert fp8_utils.is_batch_invariant_quant_kernel_enabled()
     fp8_utils.require_batch_invariant_quant_kernel()
-    assert len(hooked.patches) == 7
+    assert len(hooked.patches) == 8
+
+
+def test_batch_invariant_log_softmax_is_ours(hooked):
+    from vllm.model_executor.layers.batch_invariant import _log_softmax_batch_invariant
+
+    from bi_kernels import log_softmax
+
+    logits = torch.randn(5, 129_280, device="cuda") * 3
+    equal(_log_softmax_batch_invariant(logits, -1, False), log_softmax(logits))
+    equal(_log_softmax_batch_invariant(logits.bfloat16(), 1, True), log_softmax(logits.bfloat16().float()))
 
 
 def test_a_model_is_checked_before_it_is_built(hooked):
@@ -100,7 +110,14 @@ def test_a_model_is_checked_before_it_is_built(hooked):
     from bi_kernels import HookError, vllm_model_check
     from bi_kernels.testing.hooks import plain_config
 
-    shapes = SimpleNamespace(expert_dtype="fp8", hidden_size=4096, n_routed_experts=256, moe_intermediate_size=2048)
+    shapes = SimpleNamespace(
+        expert_dtype="fp8",
+        hidden_size=4096,
+        n_routed_experts=256,
+        moe_intermediate_size=2048,
+        index_n_heads=64,
+        vocab_size=129_280,
+    )
     config = plain_config(model_config__hf_config=shapes)
     assert vllm_model_check.model_blockers(config) == []
     config.lora_config = SimpleNamespace(max_lora_rank=8)

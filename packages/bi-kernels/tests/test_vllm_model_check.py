@@ -13,7 +13,14 @@ from bi_kernels.runtime.errors import Blocker
 from bi_kernels.runtime.hooks import HookPlan
 from bi_kernels.testing.hooks import plain_config
 
-CONFIG = SimpleNamespace(expert_dtype="fp8", hidden_size=2048, n_routed_experts=256, moe_intermediate_size=256)
+CONFIG = SimpleNamespace(
+    expert_dtype="fp8",
+    hidden_size=2048,
+    n_routed_experts=256,
+    moe_intermediate_size=256,
+    index_n_heads=64,
+    vocab_size=1000,
+)
 CONTRACT = probe.Contract(name="library", expected="equal bits", remedy="Upgrade.", static=lambda: FINDING[0])
 FINDING = [probe.Finding(True, "equal")]
 
@@ -132,9 +139,11 @@ def test_on_another_gpu_nothing_is_run(model, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [2048, 4096, 7168])
 def test_our_ops_pass_on_the_models_shapes_and_their_twins_do_not(hidden):
-    shapes = SimpleNamespace(hidden_size=hidden, n_routed_experts=256, moe_intermediate_size=2048)
+    shapes = SimpleNamespace(
+        hidden_size=hidden, n_routed_experts=256, moe_intermediate_size=2048, index_n_heads=64, vocab_size=129_280
+    )
     found = vllm_model_check.self_tests(shapes)
-    assert len(found) == 5
+    assert len(found) == 7
     for test in found:  # run_self_test raises where the twin goes unnoticed
         report = probe.run_self_test(test, device=torch.device("cuda", 0))
         assert report.ok, report

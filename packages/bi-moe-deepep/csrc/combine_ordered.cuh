@@ -19,6 +19,7 @@ constexpr int kSlotsAhead = 8;  // rows on their way at once; enough for every t
 struct CombineArgs {
     const uint16_t* rows;  // bfloat16 [num_rows, hidden], contiguous
     const int32_t* slots;  // [tokens, top_k], contiguous: rows, or -1
+    const int32_t* ids;    // [tokens, top_k], contiguous: a slot with a negative one is skipped; or null
     const float* weights;  // [tokens, top_k], contiguous
     void* out;             // bfloat16 or float32 [tokens, hidden]
     int64_t out_row;       // elements
@@ -41,6 +42,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_ordered_kernel(const 
     const int64_t column = (int64_t{blockIdx.y} * kCombineThreads + threadIdx.x) * kColumns;
     if (column >= a.hidden) return;
     const int32_t* slots = a.slots + token * a.top_k;
+    const int32_t* ids = a.ids == nullptr ? slots : a.ids + token * a.top_k;  // a negative slot is skipped anyway
     const float* weights = a.weights + token * a.top_k;
 
     float acc[kColumns] = {};
@@ -50,8 +52,10 @@ __global__ void __launch_bounds__(kCombineThreads) combine_ordered_kernel(const 
         bool used[kSlotsAhead];
 #pragma unroll
         for (int i = 0; i < kSlotsAhead; ++i) {
-            const int64_t slot = first + i < a.top_k ? slots[first + i] : -1;
-            used[i] = slot >= 0 && slot < a.num_rows;
+            const bool inside = first + i < a.top_k;
+            const int64_t slot = inside ? slots[first + i] : -1;
+            const int32_t id = inside ? ids[first + i] : -1;
+            used[i] = slot >= 0 && slot < a.num_rows && id >= 0;
             weight[i] = used[i] ? weights[first + i] : 0.0f;
             rows[i] = used[i] ? __ldg(reinterpret_cast<const uint4*>(a.rows + slot * a.hidden + column)) : uint4{};
         }

@@ -26,17 +26,6 @@ BI_FN float sqrt_rn(float x) {
 #endif
 }
 
-// exp(v) for v <= 0, with the reference's bits: 2**n in two steps, so that a subnormal result is rounded once.
-BI_FN float exp_negative(float v) {
-    float shifted;
-    const float p = exp_mantissa(max_f(v, -105.0f), shifted);
-    const int32_t whole = static_cast<int32_t>(float_bits(shifted) - float_bits(kRoundToInteger));  // n
-    const int32_t half = whole >> 1;
-    const float a = bits_float(static_cast<uint32_t>(half + 127) << 23);
-    const float b = bits_float(static_cast<uint32_t>(whole - half + 127) << 23);
-    return mul_rn(mul_rn(p, a), b);
-}
-
 // ln(1 + u) for 0 <= u <= 1.
 BI_FN float log1p_unit(float u) {
     const float s = div_rn(u, add_rn(2.0f, u));

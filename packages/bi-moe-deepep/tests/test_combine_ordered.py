@@ -93,6 +93,20 @@ def test_skipped_slots() -> None:
     assert_bitwise_equal(out[1], kept[1])
 
 
+def test_slots_of_negative_ids_are_skipped_whatever_they_hold() -> None:
+    expert_out, slots, weights = case(3, 8, 4)
+    ids = torch.tensor([[-1, -1, -1, -1], [0, -1, -9, 3], [0, 1, 2, 3]], dtype=torch.int32)
+    cleared = torch.where(ids >= 0, slots, -1)
+    want = combine_ordered(expert_out, cleared, weights, out_dtype=torch.float32)
+    slots[ids < 0] = 12345678  # as memory that nobody wrote
+    weights[ids < 0] = torch.nan
+    assert_bitwise_equal(combine_ordered(expert_out, slots, weights, topk_ids=ids, out_dtype=torch.float32), want)
+    cleared[2, 1] = -1
+    want = combine_ordered(expert_out, cleared, weights)
+    slots[2, 1] = -1  # either is enough
+    assert_bitwise_equal(combine_ordered(expert_out, slots, weights, topk_ids=ids), want)
+
+
 def test_negative_zero_and_nan() -> None:
     expert_out = torch.tensor([[-0.0, torch.nan, torch.inf]], dtype=torch.bfloat16).view(1, 1, 3)
     slots, weights = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1)
@@ -139,6 +153,9 @@ def test_bad_arguments() -> None:
             combine_ordered(*arguments)
     with pytest.raises(ArgumentError, match=r"^topk_weights: "):
         combine_ordered(expert_out, slots, weights[:, :2])
+    for ids in (slots.long(), slots[:, :2]):
+        with pytest.raises(ArgumentError, match=r"^topk_ids: expected .* got "):
+            combine_ordered(expert_out, slots, weights, topk_ids=ids)
     with pytest.raises(ArgumentError, match=r"^out: "):
         combine_ordered(expert_out, slots, weights, out=torch.empty(2, 9, dtype=torch.bfloat16))
     with pytest.raises(ArgumentError, match=r"^out_dtype: "):

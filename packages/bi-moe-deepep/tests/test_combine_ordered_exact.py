@@ -51,6 +51,18 @@ def test_subnormal_sums_and_signed_zeros() -> None:
     check(torch.where(rows > 0, -0.0, rows).bfloat16(), slots, torch.where(weights > 0, -0.0, weights))
 
 
+@pytest.mark.parametrize("top_k", [1, 6, 9], ids=lambda k: f"k={k}")
+def test_slots_of_negative_ids_are_skipped(top_k: int) -> None:
+    rows, slots, weights = batch(300, top_k, 2048)
+    ids = torch.randint(-2, 8, (300, top_k), dtype=torch.int32)
+    slots[ids < 0] = torch.randint(-(1 << 31), 1 << 31, (int((ids < 0).sum()),)).to(torch.int32)  # nobody's memory
+    weights[ids < 0] = torch.nan
+    for dtype in (torch.bfloat16, torch.float32):
+        got = combine_ordered(rows.cuda(), slots.cuda(), weights.cuda(), topk_ids=ids.cuda(), out_dtype=dtype)
+        want = reference.combine_ordered(rows, slots, weights, topk_ids=ids, out_dtype=dtype)
+        assert_bitwise_equal(got.cpu(), want, str(dtype))
+
+
 def test_slots_in_another_order_are_noticed() -> None:
     rows, slots, weights = (part.cuda() for part in batch(300, 6, 4096))
     forward = combine_ordered(rows, slots, weights, out_dtype=torch.float32)
@@ -89,7 +101,8 @@ def test_graphs_replay_and_only_the_output_is_written() -> None:
 def test_opcheck() -> None:
     rows, slots, weights = (part.cuda() for part in batch(5, 3, 64))
     out = torch.empty(5, 64, dtype=torch.bfloat16, device="cuda")
-    torch.library.opcheck(torch.ops.bi_moe_deepep.combine_ordered.default, (out, rows, slots, weights))
+    for ids in (None, torch.zeros_like(slots)):
+        torch.library.opcheck(torch.ops.bi_moe_deepep.combine_ordered.default, (out, rows, slots, weights, ids))
 
 
 def test_slots_outside_are_skipped_and_odd_memory_is_refused() -> None:

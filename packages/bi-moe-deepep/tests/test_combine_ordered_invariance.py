@@ -16,6 +16,15 @@ def combined(slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return combine_ordered(EXPERT_OUT, slots, weights, out_dtype=torch.float32)
 
 
+def test_rows_do_not_depend_on_the_batch_with_ids() -> None:
+    ids = torch.where(SLOTS % 3 == 0, -1, 7).int()
+    assert_batch_invariant(
+        lambda s, w, i: combine_ordered(EXPERT_OUT, s, w, topk_ids=i, out_dtype=torch.float32),
+        (SLOTS, WEIGHTS, ids),
+        batch_sizes=QUICK_BATCH_SIZES,
+    )
+
+
 def in_order_of_arrival(slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Batch-dependent on purpose: atomics add whichever expert is done first, and that depends on the load."""
     turn = len(slots) % slots.shape[1]

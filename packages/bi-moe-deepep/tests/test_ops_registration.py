@@ -64,6 +64,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
             torch.ones(4, 3, 8, dtype=torch.bfloat16),
             torch.tensor([[0, 4], [-1, 2], [11, 3]], dtype=INT32),
             torch.ones(3, 2),
+            torch.tensor([[0, 1], [2, -1], [3, 0]], dtype=INT32),
         ),
     }
 

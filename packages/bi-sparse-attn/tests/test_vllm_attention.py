@@ -88,7 +88,7 @@ def test_the_dummy_run_reserves_the_largest_workspace(fake_vllm, ratio):
     assert fake_vllm.bytes >= rows * 1024
 
 
-def test_kv_scores_are_fixed_order_products(fake_vllm):
+def test_kv_scores_and_head_weights_are_fixed_order_products(fake_vllm):
     generator = torch.Generator().manual_seed(1)
 
     def linear(rows):
@@ -104,10 +104,9 @@ def test_kv_scores_are_fixed_order_products(fake_vllm):
     assert weights is None
     assert_bitwise_equal(projected, x + 1)
     assert_bitwise_equal(score, fixed_order_mm(x, mine.compressor.fused_wkv_wgate.weight))
-    mine.indexer = SimpleNamespace(
-        weights_proj=lambda x: (x * 2, None), compressor=SimpleNamespace(fused_wkv_wgate=linear(32))
-    )
+    mine.indexer = SimpleNamespace(weights_proj=linear(16), compressor=SimpleNamespace(fused_wkv_wgate=linear(32)))
     _, score, index_score, weights = mine.attn_gemm_parallel_execute(x)
     assert score.dtype == index_score.dtype == torch.float32
     assert_bitwise_equal(index_score, fixed_order_mm(x, mine.indexer.compressor.fused_wkv_wgate.weight))
-    assert_bitwise_equal(weights, x * 2)
+    # vLLM's kernels read bfloat16 head weights: rounded once, after the float32 sum.
+    assert_bitwise_equal(weights, fixed_order_mm(x, mine.indexer.weights_proj.weight).bfloat16())

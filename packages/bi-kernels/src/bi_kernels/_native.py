@@ -10,7 +10,7 @@ NATIVE = NativeLibrary(
     package="bi-kernels",
     import_name="bi_kernels",
     namespace="bi_kernels",
-    ops=("fixed_order_mm", "fused_silu_mul_per_token_group_quant"),
+    ops=("fixed_order_mm", "fused_silu_mul_per_token_group_quant", "log_softmax"),
 )
 
 

@@ -13,7 +13,7 @@ from .runtime.native import require_native
 
 __all__ = ["CUDA_K", "CUDA_N", "fixed_order_mm", "split_k"]
 
-CUDA_N = (256, 384, 512, 1024, 2048)
+CUDA_N = (64, 256, 384, 512, 1024, 2048)
 """Columns that the CUDA kernel takes: those of DeepSeek-V4's routers, compressors and indexers."""
 CUDA_K = (2048, 4096, 7168)
 """Row lengths that the CUDA kernel takes."""
@@ -51,8 +51,9 @@ def fixed_order_mm(
     pieces and exact partial sums ``p``, the reference errs by at most ``((1 + u)**S - 1) sum |p|``; every
     implementation stays within :func:`bi_kernels.reference.fixed_order_mm.error_bound`.
 
-    For router gates, compressors and the indexer's ``kv_score``, which need float32 results. ``torch.mm`` picks its
-    algorithm from M.
+    For router gates and both compressors' ``kv_score``, which need float32 results: ``torch.mm`` picks its algorithm
+    from M. And for the indexer's ``weights_proj`` to bfloat16: vLLM's batch-invariant linear computes its 64 columns in
+    one block, however long K is.
 
     Args:
         x: ``(M, K)``, bfloat16, last dim contiguous; M may be 0, K is a positive multiple of 64; on a GPU one of

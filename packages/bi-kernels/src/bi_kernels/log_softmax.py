@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import torch
 
+from . import _ops
 from .reference import log_softmax as reference
 from .runtime.checks import check_tensor, check_value
+from .runtime.native import require_native
 
-__all__ = ["log_softmax", "selected_logprobs"]
+__all__ = ["CUDA_COLUMNS", "log_softmax", "selected_logprobs"]
+
+CUDA_COLUMNS = 262_144
+"""The longest row that the CUDA kernel takes."""
+_TREE_LEVELS = 5
+_MAXIMA = 32  # blocks of the longest row
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of the full vocabulary.
 
-    *Exact op*; any device. ``(x - max) - log(sum(exp(x - max)))`` in float32, with the exponential, the logarithm
-    and the sum's fixed tree of :mod:`bi_kernels.reference.numerics`.
+    *Exact op*. ``(x - max) - log(sum(exp(x - max)))`` in float32, with the exponential, the logarithm and the sum's
+    fixed tree of :mod:`bi_kernels.reference.numerics`; the kernel equals the reference bit for bit.
 
     An entry of -inf gets -inf. A row with a NaN, with +inf, or of nothing but -inf is NaN (0x7fc00000) throughout.
 
     Args:
-        logits: ``(T, V)``, float32; raw, neither scaled by a temperature nor truncated. V is at least 1.
+        logits: ``(T, V)``, float32; raw, neither scaled by a temperature nor truncated. V is at least 1;
+            on a GPU at most :data:`CUDA_COLUMNS`.
 
     Returns:
         ``(T, V)`` float32.
 
     Raises:
         ArgumentError: Wrong dtype or shape.
+        NativeLibraryError: ``logits`` is on a GPU and the compiled kernel is missing.
 
     Invariance:
         Row ``i`` of the result depends on row ``i`` of ``logits`` alone, bit for bit.
@@ -33,7 +42,18 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     Source: design.md, *Logprobs*; vLLM ``v1/sample/sampler.py: compute_logprobs``.
     """
     _check_logits(logits)
-    return reference.log_softmax(logits)
+    rows, columns = logits.shape
+    if logits.is_cuda:
+        check_value(
+            "logits", columns <= CUDA_COLUMNS, f"at most {CUDA_COLUMNS} columns on a GPU", columns, "Use the CPU."
+        )
+        require_native("bi_kernels::log_softmax")
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+    out = torch.empty((rows, columns), dtype=torch.float32, device=logits.device)
+    nodes = -(-columns >> _TREE_LEVELS)  # halved and rounded up five times
+    _ops.log_softmax(logits, out.new_empty((rows, _MAXIMA + nodes)), out)
+    return out
 
 
 def selected_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

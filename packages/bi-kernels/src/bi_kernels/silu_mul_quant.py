@@ -22,6 +22,7 @@ def fused_silu_mul_per_token_group_quant(
     x: torch.Tensor,
     *,
     masked_m: torch.Tensor | None = None,
+    m_indices: torch.Tensor | None = None,
     clamp_limit: float | None = None,
     group_size: int = 128,
     scale_format: ScaleFormat | None = None,
@@ -43,6 +44,8 @@ def fused_silu_mul_per_token_group_quant(
             T may be 0.
         masked_m: ``(E,)``, int32, contiguous, values 0 to T; only with ``(E, T, 2 I)``. Rows at or past
             ``masked_m[e]`` of expert ``e`` are left untouched: neither read nor written. None: all rows.
+        m_indices: ``(M,)``, int32, contiguous; only with ``(M, 2 I)``: each row's expert in a grouped product. Rows
+            with a negative one are nobody's and left untouched. None: all rows.
         clamp_limit: DeepSeek-V4's ``swiglu_limit``, positive: before SiLU, up is clamped to +-limit and gate from
             above only. None: no clamp.
         group_size: 128.
@@ -54,7 +57,7 @@ def fused_silu_mul_per_token_group_quant(
             512)``; any strides without overlap; None for :func:`allocate_scales`. Must not overlap ``x``.
 
     Returns:
-        ``(q, s)``: ``out_q`` and ``out_s``. Rows that ``masked_m`` excludes are uninitialised if allocated here.
+        ``(q, s)``: ``out_q`` and ``out_s``. Rows that are left untouched are uninitialised if allocated here.
 
     Raises:
         ArgumentError: Wrong dtype, shape, stride, device or value. Nothing was written. (``masked_m``'s values are
@@ -63,7 +66,7 @@ def fused_silu_mul_per_token_group_quant(
         NativeLibraryError: ``x`` is on a GPU and the compiled kernel is missing.
 
     Invariance:
-        Row ``i`` of both outputs depends on row ``i`` of ``x`` (and on whether it is masked) alone, bit for bit.
+        Row ``i`` of both outputs depends on row ``i`` of ``x`` (and on whether it is left out) alone, bit for bit.
 
     Source: preview-pr.txt, *Fused activation and FP8 quantization*; vLLM ``fp8_utils.py:
     silu_mul_per_token_group_quant_fp8_colmajor`` (Hopper) and ``silu_mul_quant_fp8_packed_triton`` (Blackwell),
@@ -81,6 +84,9 @@ def fused_silu_mul_per_token_group_quant(
     _check_limit(clamp_limit)
     if masked_m is not None:
         check_masked_m(masked_m, x, "2 I")
+    if m_indices is not None:
+        check_value("m_indices", x.dim() == 2, "None, as x is (E, T, 2 I)", "a tensor", "Pass x as (M, 2 I).")
+        check_tensor("m_indices", m_indices, dtype=torch.int32, shape=(x.shape[0],), device=x.device, contiguous=True)
     if arch is None:
         arch = detect_arch(x.device)
     _check_arch(arch)
@@ -105,7 +111,7 @@ def fused_silu_mul_per_token_group_quant(
     if out_s is None:
         out_s = allocate_scales(tokens, num_groups, scale_format, device=x.device)
     _ops.fused_silu_mul_per_token_group_quant(
-        x, masked_m, clamp_limit, group_size, scale_format.value, arch.value, out_q, out_s
+        x, masked_m, m_indices, clamp_limit, group_size, scale_format.value, arch.value, out_q, out_s
     )
     return out_q, out_s
 

@@ -83,14 +83,39 @@ def _model_check(version: str, batch_invariant: str) -> Patch:
     )
 
 
+def _log_softmax(version: str, batch_invariant: str) -> Patch:
+    """The log-softmax of vLLM's batch-invariant mode, which moved in 0.33."""
+    return Patch(
+        target=f"{batch_invariant}:log_softmax",
+        replacement="bi_kernels.vllm_log_softmax:log_softmax",
+        factory=True,
+        why="It is batch-invariant, but walks a row in one block, three times and 1024 columns after 1024: at V4's "
+        "129,280 a step with few rows waits for it longer than for a layer. vLLM's registration looks the name up in "
+        "this module, so all models and a trainer in the process get the same one.",
+        upstream="none yet: vLLM's batch-invariant mode is the place",
+        remove_when="vLLM shares a row's log-softmax among blocks",
+        versions=(version,),
+        relies_on=(
+            f"{batch_invariant}:_log_softmax_batch_invariant",
+            "vllm.v1.sample.sampler:Sampler.compute_logprobs",
+        ),
+    )
+
+
 PLAN = HookPlan(
     package="bi-kernels",
     import_name="bi_kernels",
-    requires_native=("bi_kernels::fused_silu_mul_per_token_group_quant", "bi_kernels::fixed_order_mm"),
+    requires_native=(
+        "bi_kernels::fused_silu_mul_per_token_group_quant",
+        "bi_kernels::fixed_order_mm",
+        "bi_kernels::log_softmax",
+    ),
     self_tests=("bi_kernels.vllm_model_check:self_tests",),
     patches=(
         _model_check("0.26", "vllm.model_executor.layers.batch_invariant"),
         _model_check("0.33", "vllm.model_executor.determinism.batch_invariant"),
+        _log_softmax("0.26", "vllm.model_executor.layers.batch_invariant"),
+        _log_softmax("0.33", "vllm.model_executor.determinism.batch_invariant"),
         Patch(
             target=f"{_EXPERTS}.deep_gemm_moe:DeepGemmExperts._act_mul_quant",
             replacement="bi_kernels.vllm_experts:act_mul_quant",

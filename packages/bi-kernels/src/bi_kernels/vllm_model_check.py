@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .fixed_order_mm import CUDA_N, fixed_order_mm
+from .log_softmax import log_softmax
 from .runtime import probe
 from .runtime.errors import Blocker, HookError
 from .runtime.hooks import active_plans, model_hook_blockers
@@ -65,7 +66,12 @@ def self_tests(config: Any) -> tuple[probe.SelfTest, ...]:
     """This package's ops on the shapes of a model with ``config`` (its ``hf_config``): each op and its twin."""
     hidden, experts, inter = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
     widths = sorted({*(n for n in CUDA_N if n >= 512), experts})
-    return (*(_projection(n, hidden) for n in widths), _activation(inter))
+    return (
+        *(_projection(n, hidden, torch.float32) for n in widths),
+        _projection(config.index_n_heads, hidden, torch.bfloat16),
+        _activation(inter),
+        _logprobs(config.vocab_size),
+    )
 
 
 def _is_gpu_refusal(blocker: Blocker) -> bool:
@@ -97,7 +103,7 @@ def _build() -> str:
     return str(libraries()["bi_kernels"].describe()["sha256"])
 
 
-def _projection(n: int, k: int) -> probe.SelfTest:
+def _projection(n: int, k: int, dtype: torch.dtype) -> probe.SelfTest:
     @functools.cache
     def weight() -> torch.Tensor:
         generator = torch.Generator("cuda").manual_seed(n)
@@ -106,18 +112,19 @@ def _projection(n: int, k: int) -> probe.SelfTest:
     def by_batch(x: torch.Tensor) -> torch.Tensor:
         # One pass over K for a single row, two halves added for more: how GEMM libraries split K by M.
         if len(x) == 1:
-            return x.float() @ weight().float().T
+            return (x.float() @ weight().float().T).to(dtype)
         half = k // 2
         left, right = (x[:, :half].float(), x[:, half:].float())
-        return left @ weight()[:, :half].float().T + right @ weight()[:, half:].float().T
+        # Each half is rounded, or the last rounding of a bfloat16 result would hide what the split did.
+        return (left @ weight()[:, :half].float().T).to(dtype) + (right @ weight()[:, half:].float().T).to(dtype)
 
     return probe.SelfTest(
         name="bi_kernels.fixed_order_mm",
-        op=lambda x: fixed_order_mm(x, weight()),
+        op=lambda x: fixed_order_mm(x, weight(), out_dtype=dtype),
         control=by_batch,
         rows=lambda rows, device: (_normal(rows, k, device),),
         build=_build,
-        shape_key=f"N={n},K={k}",
+        shape_key=f"N={n},K={k},{dtype}",
         remedy="Reinstall bi-kernels, and report this with bi-doctor's output.",
     )
 
@@ -134,6 +141,23 @@ def _activation(inter: int) -> probe.SelfTest:
         build=_build,
         shape_key=f"I={inter}",
         remedy="Reinstall bi-kernels, and report this with bi-doctor's output.",
+    )
+
+
+def _logprobs(vocabulary: int) -> probe.SelfTest:
+    def by_batch(x: torch.Tensor) -> torch.Tensor:
+        shifted = x - x.amax()  # of the batch: mathematically the shift is free
+        return shifted - shifted.exp().sum(-1, keepdim=True).log()
+
+    return probe.SelfTest(
+        name="bi_kernels.log_softmax",
+        op=log_softmax,
+        control=by_batch,
+        rows=lambda rows, device: (_normal(rows, vocabulary, device).float() * 3,),
+        build=_build,
+        shape_key=f"V={vocabulary}",
+        remedy="Reinstall bi-kernels, and report this with bi-doctor's output.",
+        batch_sizes=(1, 2, 3, 17),
     )
 
 

@@ -88,9 +88,13 @@ def _stage_tokens(
 
 
 def _combine_ordered(
-    out: torch.Tensor, expert_out: torch.Tensor, slots: torch.Tensor, topk_weights: torch.Tensor
+    out: torch.Tensor,
+    expert_out: torch.Tensor,
+    slots: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor | None,
 ) -> None:
-    combine_ordered.combine_ordered(expert_out, slots, topk_weights, out=out)
+    combine_ordered.combine_ordered(expert_out, slots, topk_weights, topk_ids=topk_ids, out=out)
 
 
 _GEMM = "Tensor(a!) out, Tensor q, Tensor s, Tensor wq, Tensor ws"
@@ -111,7 +115,8 @@ _OPS = {
             _stage_tokens,
         ),
         (
-            "combine_ordered(Tensor(a!) out, Tensor expert_out, Tensor slots, Tensor topk_weights) -> ()",
+            "combine_ordered(Tensor(a!) out, Tensor expert_out, Tensor slots, Tensor topk_weights, "
+            "Tensor? topk_ids) -> ()",
             _combine_ordered,
         ),
     )

@@ -18,6 +18,7 @@ def combine_ordered(
     slots: torch.Tensor,
     topk_weights: torch.Tensor,
     *,
+    topk_ids: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -30,6 +31,8 @@ def combine_ordered(
             ``hidden`` a multiple of 8.
         slots: ``(num_tokens, top_k)``, int32: rows ``e * capacity + r``, or -1 (see :func:`stage_tokens`).
         topk_weights: ``(num_tokens, top_k)``, float32. The weight of a skipped slot is not looked at.
+        topk_ids: ``(num_tokens, top_k)``, int32, contiguous on a GPU, or None: a slot with a negative id is skipped
+            whatever ``slots`` has there. For dispatchers that write no slot for such an id.
         out_dtype: bfloat16, or float32 to see the sum before its rounding; ignored when ``out`` is given.
         out: ``(num_tokens, hidden)``, bfloat16 or float32, written and returned.
 
@@ -44,20 +47,25 @@ def combine_ordered(
     Source: DeepEP's ``low_latency_combine`` does the same in the same order; design.md, "MoE".
 
     Invariance:
-        Row ``i`` depends on row ``i`` of ``slots`` and ``topk_weights`` and on the rows they name alone, bit for bit.
+        Row ``i`` depends on row ``i`` of ``slots``, ``topk_weights`` and ``topk_ids`` and on the rows they name alone,
+        bit for bit.
     """
     check_tensor("expert_out", expert_out, dtype=torch.bfloat16, shape=("num_local_experts", "capacity", "hidden"))
     check_tensor("slots", slots, dtype=torch.int32, shape=("num_tokens", "top_k"), device=expert_out.device)
     check_tensor("topk_weights", topk_weights, dtype=torch.float32, shape=tuple(slots.shape), device=expert_out.device)
+    if topk_ids is not None:
+        check_tensor("topk_ids", topk_ids, dtype=torch.int32, shape=tuple(slots.shape), device=expert_out.device)
     shape = (slots.shape[0], expert_out.shape[2])
     if out is None:
         check_value("out_dtype", out_dtype in _OUT_DTYPES, "bfloat16 or float32", out_dtype, "Convert afterwards.")
         out = torch.empty(shape, dtype=out_dtype, device=expert_out.device)
     check_tensor("out", out, dtype=_OUT_DTYPES, shape=shape, device=expert_out.device, disjoint=True)
     if out.is_cuda:
-        for name, tensor in (("expert_out", expert_out), ("slots", slots), ("topk_weights", topk_weights)):
-            check_tensor(name, tensor, contiguous=True)
+        inputs = {"expert_out": expert_out, "slots": slots, "topk_weights": topk_weights, "topk_ids": topk_ids}
+        for name, tensor in inputs.items():
+            if tensor is not None:
+                check_tensor(name, tensor, contiguous=True)
         check_vectors("expert_out", expert_out)
         check_vectors("out", out)
-    launch("combine_ordered", out, expert_out, slots, topk_weights)
+    launch("combine_ordered", out, expert_out, slots, topk_weights, topk_ids)
     return out

@@ -156,26 +156,29 @@ def expert_classes() -> tuple[type[Any], type[Any]]:
                 gate_up = _resize_cache(workspace2, (rows, wide))
                 m_grouped_fp8_gemm_nt_contiguous((a1q, a1q_scale), (w1, self.w1_scale), gate_up, owners)
 
-                # An expert's rows are the first of its blocks: a block is a prefix of tokens and then padding.
-                blocks = rows // _ROWS
-                in_use = (owners.view(blocks, _ROWS) >= 0).sum(1, dtype=torch.int32)
-                groups = wide // 2 // _ROWS
-                scales = torch.empty((groups, blocks, _ROWS), dtype=torch.float32, device=output.device)
+                scales = torch.empty((wide // 2 // _ROWS, rows), dtype=torch.float32, device=output.device).mT
                 quantised = _resize_cache(fp8, (rows, wide // 2))
+                # Both ops look at owners and ids themselves: for few tokens a step is made of launches, and counting
+                # the rows of each block and clearing the slots of negative ids beforehand would be two more each.
                 fused_silu_mul_per_token_group_quant(
-                    gate_up.view(blocks, _ROWS, wide),
-                    masked_m=in_use,
+                    gate_up,
+                    m_indices=owners,
                     clamp_limit=limit,
                     scale_format=deep_gemm_scale_format(output.device),
-                    out_q=quantised.view(blocks, _ROWS, wide // 2),
-                    out_s=scales.permute(1, 2, 0),
+                    out_q=quantised,
+                    out_s=scales,
                 )
                 expert_out = _resize_cache(workspace2, (rows, hidden))
-                m_grouped_fp8_gemm_nt_contiguous(
-                    (quantised, scales.view(groups, rows).mT), (w2, self.w2_scale), expert_out, owners
-                )
-            slots = torch.where(topk_ids >= 0, places, -1)
-            combine_ordered(expert_out.unsqueeze(0), slots, topk_weights.float().contiguous(), out=output)
+                m_grouped_fp8_gemm_nt_contiguous((quantised, scales), (w2, self.w2_scale), expert_out, owners)
+            # Ids are negative where vLLM skips padding tokens (VLLM_MOE_SKIP_PADDING) and where a hash layer's table
+            # has no such token; nothing was written to `places` there.
+            combine_ordered(
+                expert_out.unsqueeze(0),
+                places,
+                topk_weights.float().contiguous(),
+                topk_ids=topk_ids.int().contiguous(),
+                out=output,
+            )
 
     class BatchInvariantBatchedDeepGemmExperts(BatchedDeepGemmExperts):  # type: ignore[misc]
         """Masked layout, with a capacity and an ``expected_m`` that no batch moves."""

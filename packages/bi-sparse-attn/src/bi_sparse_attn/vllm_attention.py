@@ -77,7 +77,7 @@ class BatchInvariantAttention:
     * Prefill gives every request an area of its own, of a size from the model's limits, and a constant number of
       requests go side by side: where a request lies follows from its place in the batch, and addresses are no part of
       the arithmetic.
-    * ``kv_score`` of both compressors comes from the fixed-order product.
+    * ``kv_score`` of both compressors and the indexer's ``weights_proj`` come from the fixed-order product.
     * The workspace for all of it is reserved in the dummy run, before vLLM locks its size.
     * The output projection stays vLLM's, with the scale format of the architecture checked.
 
@@ -139,10 +139,11 @@ class BatchInvariantAttention:
         check_value("output projection", have == want, str(want), have, "Use the vLLM release that the hooks name.")
 
     def attn_gemm_parallel_execute(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The layer's input projections, as vLLM runs them, but for ``kv_score``.
+        """The layer's input projections, as vLLM runs them, but for ``kv_score`` and ``weights_proj``.
 
         cuBLAS picks the algorithm of ``torch.mm(..., out_dtype=float32)`` from M, and every compressed key depends
-        on these scores. ``weights_proj`` is vLLM's batch-invariant linear already.
+        on these scores. ``weights_proj`` would be vLLM's batch-invariant linear, one block that walks all of K for up
+        to 128 rows; the head weights are rounded to bfloat16 in the same place, once, after a float32 sum.
         """
         from vllm import envs
         from vllm.utils.multi_stream_utils import execute_in_parallel
@@ -152,7 +153,7 @@ class BatchInvariantAttention:
         if compressor is not None:
             lighter[0] = lambda: _kv_score(hidden_states, compressor)
         if indexer is not None:
-            lighter[1] = lambda: indexer.weights_proj(hidden_states)[0]
+            lighter[1] = lambda: fixed_order_mm(hidden_states, indexer.weights_proj.weight, out_dtype=torch.bfloat16)
             lighter[2] = lambda: _kv_score(hidden_states, indexer.compressor)
         projected, (kv_score, weights, index_kv_score) = execute_in_parallel(
             lambda: self.fused_wqa_wkv(hidden_states)[0],

@@ -8,7 +8,6 @@ vLLM are imported by the proofs alone.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +79,6 @@ def self_tests(config: Any) -> tuple[SelfTest, ...]:
         index.self_test("fp8_fp4_mqa_logits", index.prefill),
         index.self_test("fp8_fp4_paged_mqa_logits", index.decode),
         _o_proj(config.o_groups, config.num_attention_heads * 512 // config.o_groups, config.o_lora_rank),
-        _weights_proj(config.index_n_heads, config.hidden_size),
         _index_q(config.index_n_heads),
         _insert(config.num_attention_heads, 64 if config.num_attention_heads <= 64 else 128),
     )
@@ -262,34 +260,6 @@ def _o_proj(groups: int, width: int, rank: int) -> SelfTest:
         return left + right
 
     return _test("deep_gemm.fp8_einsum", op, control, rows=rows, shape_key=f"groups={groups},K={width},N={rank}")
-
-
-def _weights_proj(heads: int, hidden: int) -> SelfTest:
-    """The indexer's head weights: vLLM's own batch-invariant linear."""
-
-    @functools.cache
-    def weight(device: torch.device) -> torch.Tensor:
-        return (_normal((heads, hidden), 12, device) / math.sqrt(hidden)).bfloat16()
-
-    def op(x: torch.Tensor) -> torch.Tensor:
-        from vllm.model_executor.layers.batch_invariant import linear_batch_invariant
-
-        out: torch.Tensor = linear_batch_invariant(x, weight(x.device))
-        return out
-
-    def control(x: torch.Tensor) -> torch.Tensor:
-        if len(x) == 1:
-            return op(x)
-        half = x.shape[1] // 2
-        parts = (slice(None, half), slice(half, None))
-        left, right = ((x[:, part].float() @ weight(x.device)[:, part].float().T).bfloat16() for part in parts)
-        both: torch.Tensor = left + right
-        return both
-
-    def rows(count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        return (_normal((count, hidden), 13, device).bfloat16(),)
-
-    return _test("vllm.linear_batch_invariant", op, control, rows=rows, shape_key=f"N={heads},K={hidden}")
 
 
 def _rope(device: torch.device) -> torch.Tensor:

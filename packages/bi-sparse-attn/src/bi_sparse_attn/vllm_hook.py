@@ -107,8 +107,9 @@ def _attention_class(version: str, *relies_on: str, needs: str = "") -> Patch:
         factory=True,
         why="Stock decode runs another kernel than prefill, in another index order, with splits planned from the whole "
         "batch; stock prefill groups requests; compressor and indexer kv_score are torch.mm calls that cuBLAS tiles by "
-        "M; the o-projection must fix its scale format by arch. Layers take their class from this function alone, so "
-        "one subclass covers all of it and other models keep theirs.",
+        "M, and its weights_proj is slow in vLLM's batch-invariant linear; the o-projection must fix its scale format "
+        "by arch. Layers take their class from this function alone, so one subclass covers all of it and other models "
+        "keep theirs.",
         upstream=f"{_PREVIEW}; https://github.com/deepseek-ai/FlashMLA/issues/212",
         remove_when="vLLM's DeepSeek-V4 attention has a batch-invariant path that decode and prefill share",
         versions=(version,),
@@ -118,6 +119,7 @@ def _attention_class(version: str, *relies_on: str, needs: str = "") -> Patch:
             _FLASHMLA,
             f"{_ATTENTION}:DeepseekV4Attention._fused_qnorm_rope_kv_insert",
             f"{_ATTENTION}:DeepseekV4Attention.forward",
+            f"{_ATTENTION}:DeepseekV4Indexer",
             f"{_V4}.common.ops.cache_utils:combine_topk_swa_indices",
             f"{_V4}.common.ops.cache_utils:dequantize_and_gather_k_cache",
             f"{_V4}.common.ops.fused_indexer_q:fused_indexer_q_rope_quant",

@@ -112,7 +112,7 @@ BI_FN float max_f(float a, float b) { return std::fmax(a, b); }
 BI_FN uint32_t min_u(uint32_t a, uint32_t b) { return std::min(a, b); }
 BI_FN int32_t max_i(int32_t a, int32_t b) { return std::max(a, b); }
 BI_FN float min_nan(float a, float b) { return std::isnan(a) ? a : std::fmin(a, b); }
-BI_FN float max_nan(float a, float b) { return std::isnan(a) ? a : std::fmax(a, b); }
+BI_FN float max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? a + b : std::fmax(a, b); }
 #ifndef BI_HOST_RCP
 #define BI_HOST_RCP(x) (1.0f / (x))
 #endif
@@ -184,6 +184,36 @@ BI_FN float exp_mantissa(float c, float& shifted) {
     p = fma_rn(p, r, 0.5f);
     p = fma_rn(p, r, 1.0f);
     return fma_rn(p, r, 1.0f);
+}
+
+// exp(v) for v <= 0, with the reference's bits: 2**n in two steps, so that a subnormal result is rounded once.
+BI_FN float exp_negative(float v) {
+    float shifted;
+    const float p = exp_mantissa(max_f(v, -105.0f), shifted);
+    const int32_t whole = static_cast<int32_t>(float_bits(shifted) - float_bits(kRoundToInteger));  // n
+    const int32_t half = whole >> 1;
+    const float a = bits_float(static_cast<uint32_t>(half + 127) << 23);
+    const float b = bits_float(static_cast<uint32_t>(whole - half + 127) << 23);
+    return mul_rn(mul_rn(p, a), b);
+}
+
+// log(x) for finite x >= 1. The chain is that of bi_kernels.reference.numerics.log.
+BI_FN float log_from_one(float x) {
+    constexpr float kLn2Hi = 0.693359375f;
+    constexpr float kLn2Lo = -2.12194440e-4f;
+    // x = 2**e m with m in [sqrt(1/2), sqrt(2)).
+    const int32_t e = static_cast<int32_t>(float_bits(x) - 0x3f3504f3u) >> 23;
+    const float m = bits_float(float_bits(x) - (static_cast<uint32_t>(e) << 23));
+    const float s = div_rn(add_rn(m, -1.0f), add_rn(m, 1.0f));
+    const float q = mul_rn(s, s);
+    float p = static_cast<float>(1.0 / 11.0);
+    p = fma_rn(p, q, static_cast<float>(1.0 / 9.0));
+    p = fma_rn(p, q, static_cast<float>(1.0 / 7.0));
+    p = fma_rn(p, q, static_cast<float>(1.0 / 5.0));
+    p = fma_rn(p, q, static_cast<float>(1.0 / 3.0));
+    const float ln_m = mul_rn(2.0f, fma_rn(mul_rn(p, q), s, s));
+    const float n = static_cast<float>(e);
+    return fma_rn(n, kLn2Hi, fma_rn(n, kLn2Lo, ln_m));
 }
 
 // 1 + exp(v), with the bits of the reference's 1.0 + exp(v) for every v that is not NaN (NaN gives 1).

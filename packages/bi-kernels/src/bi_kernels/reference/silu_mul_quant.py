@@ -35,6 +35,7 @@ def fused_silu_mul_per_token_group_quant(
     x: torch.Tensor,
     *,
     masked_m: torch.Tensor | None = None,
+    m_indices: torch.Tensor | None = None,
     clamp_limit: float | None = None,
     group_size: int = 128,
     scale_format: ScaleFormat,
@@ -44,7 +45,11 @@ def fused_silu_mul_per_token_group_quant(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`bi_kernels.fused_silu_mul_per_token_group_quant`; the outputs are the caller's."""
     # Rows are picked before any arithmetic, so that the others are neither read nor written.
-    rows = slice(None) if masked_m is None else masked_rows(masked_m, x.shape[1])
+    rows: slice | torch.Tensor = slice(None)
+    if masked_m is not None:
+        rows = masked_rows(masked_m, x.shape[1])
+    elif m_indices is not None:
+        rows = m_indices >= 0
     values = silu_and_mul(x[rows], clamp_limit=clamp_limit, arch=arch).float()
     write_quantized(
         values.unflatten(-1, (values.shape[-1] // group_size, group_size)), scale_format, rows, out_q, out_s

@@ -58,6 +58,7 @@ class Row:
 
 FLASH = SimpleNamespace(
     hidden_size=4096,
+    vocab_size=129_280,
     num_attention_heads=64,
     q_lora_rank=1024,
     o_groups=8,

@@ -15,11 +15,14 @@ def combine_ordered(
     slots: torch.Tensor,
     topk_weights: torch.Tensor,
     *,
+    topk_ids: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Specification of :func:`bi_moe_deepep.combine_ordered`."""
     rows = expert_out.flatten(0, 1)
+    if topk_ids is not None:
+        slots = torch.where(topk_ids >= 0, slots, -1)
     outside = (slots < -1) | (slots >= rows.shape[0])
     if bool(outside.any()):
         token, slot = outside.nonzero()[0].tolist()
