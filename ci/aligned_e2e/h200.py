@@ -105,8 +105,9 @@ def environment_of(hooks: str = "ours", extra: Mapping[str, str] | None = None) 
 
 
 def python_of(hooks: str) -> str:
-    """The interpreter: for a process without us the one that a virtual environment was made from."""
-    inside = hooks == "absent" and sys.prefix != sys.base_prefix
+    """The interpreter: for a process without us, where we are installed in a virtual environment, its parent."""
+    found = importlib.util.find_spec("bi_kernels") if hooks == "absent" else None
+    inside = found is not None and sys.prefix != sys.base_prefix and str(found.origin).startswith(sys.prefix)
     return str(getattr(sys, "_base_executable", sys.executable)) if inside else sys.executable
 
 

@@ -41,6 +41,7 @@ from .kernel_times import (
     overhead_percent,
 )
 from .vllm_cost_engine import SETTINGS, TOKENS_OF_A_STEP
+from .vllm_engine import command_line
 
 __all__ = ["SIDES", "WORKLOADS", "Child", "Clock", "Side", "SideError", "Workload", "main", "measure_all", "summarise"]
 
@@ -380,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {
         "part": "cost",
-        "command": " ".join(sys.argv),
+        "command": command_line(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "settings": SETTINGS,
         "context": CONTEXT,

@@ -42,6 +42,7 @@ __all__ = [
     "PromptSpec",
     "Schedule",
     "Watch",
+    "command_line",
     "digests_of_rows",
     "header",
     "main",
@@ -185,7 +186,7 @@ ENGINES: dict[str, Engine] = {
         {"enforce_eager": True}, (Schedule("without us"), Schedule("without us, again")), hooks="absent", **_OFF
     ),
     "two GPUs, NCCL": Engine(
-        _PAIR,
+        _PAIR | {"all2all_backend": "allgather_reducescatter"},
         (Schedule("EP 2, NCCL"), Schedule("DP 2, one rank idle, NCCL", idle=True)),
         environment={"BI_EP_TRANSPORT": "nccl"},
         **_PAIR_SIZE,
@@ -458,6 +459,11 @@ def start(checkpoint: pathlib.Path, settings: dict[str, Any]) -> Any:
     return LLM(model=str(checkpoint), **(COMMON | settings))
 
 
+def command_line() -> str:
+    """The command of this process, without the folder that its interpreter lies in."""
+    return shlex.join([pathlib.Path(sys.executable).name, *sys.orig_argv[1:]])
+
+
 def header(part: str, started: float, *, hooks: str = "ours") -> dict[str, Any]:
     """What every record begins with: what ran, where, and by which code.
 
@@ -478,7 +484,7 @@ def header(part: str, started: float, *, hooks: str = "ours") -> dict[str, Any]:
         attestation = json.loads(bk.attest(required=PACKAGES if hooks == "ours" else ()).to_json())
     return {
         "part": part,
-        "command": shlex.join([pathlib.Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "command": command_line(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - started, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -19,7 +19,6 @@ import json
 import os
 import pathlib
 import random
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ from bi_kernels.runtime.packages import PACKAGES
 from bi_kernels.testing.trace import Trace
 
 from .h200 import ENVIRONMENT
-from .vllm_engine import COMMON, make_prompts
+from .vllm_engine import COMMON, command_line, make_prompts
 from .vllm_probe import ModelProbe, device_digests, prepare_vllm
 
 __all__ = [
@@ -295,7 +294,7 @@ def make_record(part: str, attestation: Mapping[str, Any], seconds: float) -> di
         "versions": {**attestation["packages"], **attestation["versions"]},
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
+        "command": command_line(),
         "seconds": round(seconds, 1),
     }
 

@@ -329,7 +329,10 @@ def test_past_two_to_the_31_elements(scale_format, rows, intermediate):
         ({"masked_m": torch.zeros(4, dtype=torch.int32)}, "masked_m: expected none"),
         ({"m_indices": torch.zeros(4, dtype=torch.int64)}, "m_indices: expected"),
         ({"m_indices": torch.zeros(3, dtype=torch.int32)}, "m_indices: expected size 4"),
-        ({"m_indices": torch.zeros(8, dtype=torch.int32)[::2]}, "m_indices: expected contiguous"),
+        (
+            {"m_indices": lambda: torch.zeros(8, dtype=torch.int32, device="cuda")[::2]},
+            "m_indices: expected contiguous",
+        ),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
 )
@@ -340,7 +343,8 @@ def test_direct_calls_are_checked_and_write_nothing(arch, change, match):
         "x": x, "masked_m": None, "m_indices": None, "clamp_limit": None, "group_size": 128, "scale_format": 0,
         "arch": arch.value, "out_q": q, "out_s": s,
     }  # fmt: skip
-    args |= {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in change.items()}
+    for name, value in change.items():  # a copy to the GPU would be contiguous
+        args[name] = value.cuda() if isinstance(value, torch.Tensor) else value() if callable(value) else value
     before = [t.clone() for t in (q, s)]
     with pytest.raises(RuntimeError, match=match):
         op(*args.values())

@@ -13,7 +13,6 @@ NVSHMEM's folder is on ``LD_LIBRARY_PATH``. Stacks are dumped every minute, and 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import json
 import os
 import random
@@ -146,7 +145,6 @@ def main() -> int:
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    faulthandler.dump_traceback_later(60, repeat=True)
     started = time.monotonic()
     rank, ranks = int(os.environ.get("VLLM_DP_RANK", "0")), int(os.environ.get("VLLM_DP_SIZE", "1"))
 

@@ -21,7 +21,7 @@ _PREVIEW = "https://github.com/vllm-project/vllm/pull/54955"
 
 _RUN_0_33 = "its run inside vLLM 0.33 on a GPU"
 
-EXPERT_PARALLELISM_HAS_RUN = False
+EXPERT_PARALLELISM_HAS_RUN = True
 """Whether two vLLM engines on two GPUs have given the bits of one (``ci/gpu/run_vllm.sh bi-moe-deepep dispatch``).
 
 Until then the staged patches, which do nothing on one GPU, are applied, and expert parallelism is refused.
