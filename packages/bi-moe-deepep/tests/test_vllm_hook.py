@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import ClassVar
 
-import pytest
-
 from bi_kernels.testing.hooks import HookTableTests, plain_config
 from bi_moe_deepep import vllm_hook
 
@@ -20,11 +18,6 @@ class TestVllmHook(HookTableTests):
             "parallel_config__data_parallel_size": 2,
             "parallel_config__enable_expert_parallel": True,
         },
-        "expert parallelism": {
-            "parallel_config__data_parallel_size": 2,
-            "parallel_config__enable_expert_parallel": True,
-            "parallel_config__all2all_backend": "deepep_low_latency",
-        },
         "EPLB (enable_eplb)": {"parallel_config__enable_eplb": True},
         "DBO (enable_dbo)": {"parallel_config__use_ubatching": True},
         "mega-MoE (moe_backend deep_gemm_mega_moe and other fused dispatch backends)": {
@@ -32,17 +25,6 @@ class TestVllmHook(HookTableTests):
         },
         "FP4 experts on Hopper (expert_dtype fp4)": {"model_config__hf_config": SimpleNamespace()},
     }
-
-    @pytest.fixture(autouse=True)
-    def before_the_run_on_two_gpus(self, monkeypatch):
-        monkeypatch.setattr(vllm_hook, "EXPERT_PARALLELISM_HAS_RUN", False)
-
-    def test_expert_parallelism_is_refused_until_it_has_run(self, monkeypatch):
-        refused = {entry.feature: entry.found for entry in vllm_hook.REFUSED_SETTINGS}["expert parallelism"]
-        two = plain_config(**self.asks["expert parallelism"])
-        assert refused(two) == "data parallel size 2: not run on two GPUs yet"
-        monkeypatch.setattr(vllm_hook, "EXPERT_PARALLELISM_HAS_RUN", True)
-        assert refused(two) is None
 
     def test_every_patch_is_ready_where_it_has_run(self):
         assert all(patch.ready for patch in vllm_hook.PLAN.patches_for("0.26.0"))

@@ -148,10 +148,6 @@ def main() -> int:
     started = time.monotonic()
     rank, ranks = int(os.environ.get("VLLM_DP_RANK", "0")), int(os.environ.get("VLLM_DP_SIZE", "1"))
 
-    from bi_moe_deepep import vllm_hook
-
-    vllm_hook.EXPERT_PARALLELISM_HAS_RUN = True  # what this run is to show
-
     from vllm import LLM
     from vllm.plugins import load_general_plugins
 

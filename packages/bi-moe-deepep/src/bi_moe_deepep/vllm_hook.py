@@ -21,12 +21,6 @@ _PREVIEW = "https://github.com/vllm-project/vllm/pull/54955"
 
 _RUN_0_33 = "its run inside vLLM 0.33 on a GPU"
 
-EXPERT_PARALLELISM_HAS_RUN = True
-"""Whether two vLLM engines on two GPUs have given the bits of one (``ci/gpu/run_vllm.sh bi-moe-deepep dispatch``).
-
-Until then the staged patches, which do nothing on one GPU, are applied, and expert parallelism is refused.
-"""
-
 
 def _tensor_parallel(config: Any) -> str | None:
     size = config.parallel_config.tensor_parallel_size
@@ -46,13 +40,6 @@ def _other_all_to_all(config: Any) -> str | None:
         return f"data parallel size {parallel.data_parallel_size} without enable_expert_parallel"
     ours = os.environ.get("BI_EP_TRANSPORT") == "nccl" or parallel.all2all_backend == "deepep_low_latency"
     return None if ours else str(parallel.all2all_backend)
-
-
-def _two_gpus(config: Any) -> str | None:
-    size = config.parallel_config.data_parallel_size
-    if size == 1 or EXPERT_PARALLELISM_HAS_RUN or _other_all_to_all(config) is not None:
-        return None
-    return f"data parallel size {size}: not run on two GPUs yet"
 
 
 def _eplb(config: Any) -> str | None:
@@ -99,12 +86,6 @@ REFUSED_SETTINGS = (
         "of combination",
         "bi-moe-deepep",
         _other_all_to_all,
-    ),
-    Refusal(
-        "expert parallelism",
-        "its bits were shown on simulated ranks and on CPUs only; use one GPU",
-        "bi-moe-deepep",
-        _two_gpus,
     ),
     Refusal(
         "EPLB (enable_eplb)",
