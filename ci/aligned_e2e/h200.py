@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from . import ready
 from .vllm_engine import ENGINES, FIRST, QUICK, Engine
 from .vllm_report import DRAWN, EXTRA_PARTS, merge, merge_quick, print_report, record_of, write_page, write_report
 
@@ -85,14 +84,11 @@ class Job:
 def environment_of(hooks: str = "ours", extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of one process, for an :class:`Engine` with such ``hooks``.
 
-    Plug-ins are found by vLLM itself, so that nothing here may choose among them; and a stock process must not have the
-    switch of :mod:`aligned_e2e.ready` either.
+    Plug-ins are found by vLLM itself, so that nothing here may choose among them.
     """
     found = {name: value for name, value in os.environ.items() if name not in _REMOVED}
     found |= ENVIRONMENT | dict(extra or {})
     paths = [path for path in found.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if hooks == "ours" and found.get(ready.VARIABLE) == "1":
-        paths.insert(0, str(ready.FOLDER))
     if hooks == "none":
         found["VLLM_PLUGINS"] = "none"
     if hooks in ("inert", "absent"):

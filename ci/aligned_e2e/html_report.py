@@ -117,8 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _verdict(report: Record, compared: Sequence[Compared], missing: Sequence[tuple[str, str]]) -> Markup:
     total, different = sum(c.compared or 0 for c in compared), sum(c.different or 0 for c in compared)
     problems = [str(failure) for failure in items(report, "failures")] or problems_of(report, compared)
-    assumed = items(report, "assumed_ready")
-    state = "bad" if problems or different or not total else "open" if missing or assumed else "good"
+    state = "bad" if problems or different or not total else "open" if missing else "good"
     headline = f"{different:,} of {total:,} compared tokens different" if total else "Nothing was compared"
     if state == "bad":
         count = f"{len(problems)} failure{'s' * (len(problems) != 1)}. " if problems else ""
@@ -133,10 +132,6 @@ def _verdict(report: Record, compared: Sequence[Compared], missing: Sequence[tup
         detail = [tag("p", "Token ids, bits of the logprobs and digests of full-vocabulary logits; no tolerance.")]
     if report.get("quick"):
         detail.append(tag("p", "The quick test: one engine against its own recomputation, and nothing else."))
-    if assumed:
-        detail.append(
-            tag("p", f"Edits of vLLM that were run though their packages refuse them as not ready: {len(assumed)}.")
-        )
     return tag("div", tag("strong", headline), *detail, class_=f"verdict {state}")
 
 
@@ -190,8 +185,6 @@ def _provenance(report: Record) -> Markup:
                ("scale format", text(record, "scale_format")), *_libraries(attestations.values())]),
         _details("Attestation by part", _attested(attestations)) if len(attestations) > 1 else None,
         _details("Whole attestation", pairs(flat(record))) if record else None,
-        _details("Edits that were run though not ready", tag("ul", *(tag("li", tag("code", t)) for t in assumed)))
-        if (assumed := items(report, "assumed_ready")) else None,
         _details("Model", pairs(flat(report.get("model")))) if report.get("model") else None,
         _commands(report),
     ])  # fmt: skip

@@ -484,11 +484,11 @@ def start(children: dict[str, Child], checkpoint: Path, clock: Clock, record: di
                 child.send("start", checkpoint=str(checkpoint), settings=dict(SIDES[name].settings))
                 continue
             del waiting[name]
-            shown = {key: value for key, value in answer.items() if key not in ("attestation", "assumed_ready")}
+            shown = {key: value for key, value in answer.items() if key != "attestation"}
             print(f"[{clock.spent():5.0f} s] {name} is ready: {json.dumps(shown)}", flush=True)
             record["sides"][name] = {key: answer[key] for key in ("start_seconds", "experts", "attention", "gpu_gib")}
             record["model"] = {"ratios": answer["ratios"], "vocabulary": answer["vocabulary"]}
-            for key in ("gpu", "versions", "attestation", "assumed_ready"):
+            for key in ("gpu", "versions", "attestation"):
                 if key in answer:
                     record[key] = answer[key]
         if _ALIGNED not in children or len(children) < 2:

@@ -28,7 +28,7 @@ from typing import Any
 
 from .kernel_times import Kernel, OpTime, kernels, label, op_times, relabel
 
-__all__ = ["SETTINGS", "CostEngine", "compile_mhc", "compile_product", "main", "replace_plans", "serve"]
+__all__ = ["SETTINGS", "CostEngine", "activate_untested", "compile_mhc", "compile_product", "main", "serve"]
 
 SETTINGS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -55,14 +55,11 @@ _LONG = 4000  # tokens that a decoding request may draw, more than any run does
 _VOCABULARY_START = 2
 
 
-def replace_plans() -> list[str]:
-    """Turn the hooks of all four packages on in this process, also those that do not count as ready yet.
+def activate_untested() -> None:
+    """Turn the hooks of all four packages on in this process, without contracts and self-tests.
 
-    Contracts and self-tests are left out: this process measures time, and they would compile for minutes. Processes
-    that vLLM starts for a look at the model class load no plug-ins.
-
-    Returns:
-        Targets of the patches that did not count as ready.
+    This process measures time, and those would compile for minutes. Processes that vLLM starts for a look at the model
+    class load no plug-ins.
 
     Raises:
         RuntimeError: A package's hooks did not become active.
@@ -70,12 +67,9 @@ def replace_plans() -> list[str]:
     from bi_kernels.runtime import hooks
     from bi_kernels.runtime.packages import PACKAGES
 
-    assumed: list[str] = []
     for import_name in PACKAGES.values():
         module: Any = importlib.import_module(f"{import_name}.vllm_hook")
-        assumed += [patch.target for patch in module.PLAN.patches_for("0.26") if not patch.ready]
-        patches = tuple(dataclasses.replace(patch, ready=True, needs="") for patch in module.PLAN.patches)
-        module.PLAN = dataclasses.replace(module.PLAN, patches=patches, contracts=(), self_tests=())
+        module.PLAN = dataclasses.replace(module.PLAN, contracts=(), self_tests=())
     proof: Any = importlib.import_module("bi_moe_deepep.deep_gemm_proof")
     proof.prove_deep_gemm = lambda *args, **kwargs: ()  # before the experts' hook takes the name from there
     from vllm.plugins import load_general_plugins
@@ -85,7 +79,6 @@ def replace_plans() -> list[str]:
     if inactive:
         raise RuntimeError(f"hooks: expected all four packages active, got none of {', '.join(inactive)}")
     os.environ["VLLM_PLUGINS"] = "none"
-    return assumed
 
 
 class CostEngine:
@@ -94,10 +87,10 @@ class CostEngine:
     Args:
         checkpoint: Of the model.
         settings: What differs from :data:`SETTINGS`.
-        assumed_ready: What :func:`replace_plans` returned; None without hooks.
+        aligned: Whether :func:`activate_untested` was called.
     """
 
-    def __init__(self, checkpoint: str, settings: dict[str, Any], *, assumed_ready: list[str] | None) -> None:
+    def __init__(self, checkpoint: str, settings: dict[str, Any], *, aligned: bool) -> None:
         from vllm import LLM
         from vllm.v1.worker import gpu_worker
 
@@ -106,7 +99,7 @@ class CostEngine:
         started = time.monotonic()
         self.llm = LLM(model=checkpoint, **(SETTINGS | settings))
         self.start_seconds = round(time.monotonic() - started, 1)
-        self.assumed_ready = assumed_ready
+        self.aligned = aligned
         self.engine = self.llm.llm_engine
         self.runner = self.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         self.model = self.runner.get_model()
@@ -138,9 +131,8 @@ class CostEngine:
             "gpu_gib": round((total - free) / 2**30, 1),
             "versions": {name: distribution_version(name) for name in ("torch", "vllm", "triton")},
         }
-        if self.assumed_ready is not None:
+        if self.aligned:
             os.environ.pop("VLLM_PLUGINS", None)  # it was for vLLM's own processes, and is part of the attestation
-            found["assumed_ready"] = self.assumed_ready
             found["attestation"] = json.loads(bi_kernels.attest().to_json())
         return found
 
@@ -452,14 +444,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # whoever waits in vain asks for the stacks
     connection = Connection(arguments.fd)
     try:
-        assumed = replace_plans() if arguments.aligned else None
+        if arguments.aligned:
+            activate_untested()
         import vllm.entrypoints.llm  # noqa: F401  # seconds that pass while the checkpoint is written
     except Exception as error:
         traceback.print_exc()
         connection.send(("error", f"import: {type(error).__name__}: {error}"[:2000]))
         return 1
     connection.send(("ok", None))
-    serve(connection, functools.partial(CostEngine, assumed_ready=assumed))
+    serve(connection, functools.partial(CostEngine, aligned=arguments.aligned))
     return 0
 
 

@@ -29,8 +29,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .ready import assume_ready
-
 __all__ = [
     "COMMON",
     "ENGINES",
@@ -491,7 +489,6 @@ def header(part: str, started: float, *, hooks: str = "ours") -> dict[str, Any]:
         "gpus": int(os.environ.get("BI_E2E_GPUS", "0")),  # of the machine; this process may see fewer
         "versions": {"python": sys.version.split()[0], "cuda": torch.version.cuda} | _versions(),
         "attestation": attestation,
-        "assumed_ready": list(assume_ready()),
     }
 
 
@@ -526,7 +523,6 @@ def _prepare(engine: Engine, rank: int) -> None:
     """Before vLLM is imported: what no environment variable of :mod:`aligned_e2e.h200` can do."""
     if engine.hooks == "absent" and importlib.util.find_spec("bi_kernels") is not None:
         raise SystemExit("expected an import path without bi_kernels, found it. Set PYTHONPATH to vLLM alone.")
-    assume_ready()
     if engine.settings.get("all2all_backend") == "deepep_low_latency":
         # DeepEP's wheel is linked to NVSHMEM without saying where it is.
         with contextlib.suppress(ModuleNotFoundError):

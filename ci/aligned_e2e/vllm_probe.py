@@ -12,46 +12,28 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from bi_kernels.runtime.packages import PACKAGES, release_prefix
+from bi_kernels.runtime.packages import PACKAGES
 from bi_kernels.testing.bitwise import bit_view
 from bi_kernels.testing.trace import Rows, Trace
 
-__all__ = ["ModelProbe", "device_digests", "first_partings", "prepare_vllm", "switch_plans", "watch_engine"]
+__all__ = ["ModelProbe", "device_digests", "first_partings", "switch_plans", "watch_engine"]
 
 _MODEL = "vllm.models.deepseek_v4.nvidia.model"
 _VLLM = "0.26.0"
 _AT_ONCE = 1 << 24  # elements: their integers take 128 MB, and so does an intermediate result
-_INSPECT = (
-    "from aligned_e2e.vllm_probe import switch_plans; switch_plans();"
-    "from vllm.model_executor.models.registry import _run; _run()"
-)
 
 
-def prepare_vllm(off: frozenset[str] = frozenset()) -> None:
-    """:func:`switch_plans` here, and without ``off`` in the process in which vLLM looks at a model's class.
+def switch_plans(off: frozenset[str]) -> None:
+    """Let the four packages apply all their patches but those in ``off``.
 
-    Args:
-        off: Targets of patches.
-
-    Raises:
-        ValueError: As :func:`switch_plans`.
-    """
-    switch_plans(off)
-    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-    registry._SUBPROCESS_COMMAND = [sys.executable, "-c", _INSPECT]
-
-
-def switch_plans(off: frozenset[str] = frozenset()) -> None:
-    """Let the four packages apply every patch for this vLLM but those in ``off``, ready or not.
-
-    Must come before vLLM loads its plug-ins. A switch of the test harness: the packages have none, and a record of
-    their patches (``bk.attest()``) lists what was applied.
+    Must come before vLLM loads its plug-ins in this process; that in which vLLM looks at a model's class has all of
+    them. A switch of the test harness: the packages have none, and a record of their patches (``bk.attest()``) lists
+    what was applied.
 
     Args:
         off: Targets of patches.
@@ -64,12 +46,7 @@ def switch_plans(off: frozenset[str] = frozenset()) -> None:
         module: Any = importlib.import_module(f"{import_name}.vllm_hook")
         left -= {patch.target for patch in module.PLAN.patches}
         module.PLAN = dataclasses.replace(
-            module.PLAN,
-            patches=tuple(
-                dataclasses.replace(patch, ready=True, needs="") if release_prefix(_VLLM) in patch.versions else patch
-                for patch in module.PLAN.patches
-                if patch.target not in off
-            ),
+            module.PLAN, patches=tuple(patch for patch in module.PLAN.patches if patch.target not in off)
         )
     if left:
         raise ValueError(f"switch_plans: expected targets of patches, got {', '.join(sorted(left))}. Look into PLAN.")

@@ -514,7 +514,6 @@ def _about(records: Mapping[str, Sequence[Record]]) -> dict[str, Any]:
         "versions": first.get("versions", {}),
         "gpu": first.get("gpu"),
         "date": max((record["date"] for _, record in ranks), default=None),
-        "assumed_ready": first.get("assumed_ready", []),
         "attestations": {name: record["attestation"] for name, record in ranks if record.get("attestation")},
         "parts": [{key: record.get(key) for key in told} for _, record in ranks],
     }
@@ -577,8 +576,6 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     for key in ("coverage", "stock", "off"):
         if key in report:
             console.print(f"{key}: {report[key]}", markup=False, soft_wrap=True)
-    if report["assumed_ready"]:
-        console.print(f"{len(report['assumed_ready'])} patches were assumed to be ready")
     for failure in report["failures"]:
         console.print(f"FAILED {failure[:600]}", markup=False, soft_wrap=True)
     if not report["failures"]:

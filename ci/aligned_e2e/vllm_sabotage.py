@@ -35,7 +35,7 @@ from bi_kernels.testing.trace import Trace, first_divergence
 
 from .h200 import ENVIRONMENT, end_process
 from .vllm_engine import COMMON
-from .vllm_probe import first_partings, prepare_vllm, watch_engine
+from .vllm_probe import first_partings, switch_plans, watch_engine
 from .vllm_trainer import make_record
 
 __all__ = ["HEALTHY", "SABOTAGES", "STOCK", "Finding", "Sabotage", "judge", "main", "make_requests", "perturbed"]
@@ -557,7 +557,7 @@ def _main_of_one(name: str, arguments: argparse.Namespace) -> int:
     if name == STOCK:
         os.environ["VLLM_PLUGINS"] = "none"
     else:
-        prepare_vllm(frozenset(sabotage.off if sabotage is not None else ()))
+        switch_plans(frozenset(sabotage.off if sabotage is not None else ()))
         apply_swaps(sabotage.swaps if sabotage is not None else ())
     folder = arguments.parts / "sabotage" / _slug(name)
     record = _play(name, arguments.checkpoint, folder)

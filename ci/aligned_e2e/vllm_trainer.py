@@ -30,7 +30,7 @@ from bi_kernels.testing.trace import Trace
 
 from .h200 import ENVIRONMENT
 from .vllm_engine import COMMON, command_line, make_prompts
-from .vllm_probe import ModelProbe, device_digests, prepare_vllm
+from .vllm_probe import ModelProbe, device_digests
 
 __all__ = [
     "SETTINGS",
@@ -315,7 +315,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    prepare_vllm()
     import bi_kernels as bk
 
     started = time.monotonic()

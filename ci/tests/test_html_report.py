@@ -88,7 +88,6 @@ def full() -> dict[str, Any]:
         "extrapolated": {"layers": 43, "stock_us": 12800.0, "aligned_us": 13010.0, "overhead_percent": 1.6},
         "attestations": {e: _attestation("ab" * 32) for _, e in _SCHEDULES}
         | {"stock": _attestation("cd" * 32, aligned=False)},
-        "assumed_ready": [],
         "parts": [{"part": "graphs", "seconds": 88.1, "date": "2000-01-01", "command": "python -m something graphs"}],
         "suites": [{"package": p, "passed": 100, "failed": 0}
                    for p in ("bi-kernels", "bi-sparse-attn", "bi-moe-deepep", "bi-reload")],
@@ -260,12 +259,7 @@ def test_the_reason_for_a_skip_is_shown(full: dict[str, Any]) -> None:
         assert page.by_class("verdict")[0]["class"] == "verdict open"
 
 
-def test_edits_that_are_not_ready_and_quick_tests_are_no_full_success(full: dict[str, Any]) -> None:
-    full["assumed_ready"] = ["vllm.some.module:Unfinished.method"]
-    page = _page(full)
-    assert page.by_class("verdict")[0]["class"] == "verdict open"
-    assert "though their packages refuse them as not ready: 1." in page.text
-    assert "vllm.some.module:Unfinished.method" in page.text
+def test_quick_tests_are_no_full_success(full: dict[str, Any]) -> None:
     quick = {key: full[key] for key in ("profile", "attestations", "failures")} | {
         "quick": True,
         "runs": full["runs"][:1],

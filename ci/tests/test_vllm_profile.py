@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from aligned_e2e import __main__, h200, ready, vllm_engine, vllm_report
+from aligned_e2e import __main__, h200, vllm_engine, vllm_report
 from aligned_e2e.vllm_engine import ENGINES, FIRST, MAX_MODEL_LEN, PromptSpec, Schedule, Watch, make_prompts
 
 CI = pathlib.Path(__file__).parents[1]
@@ -149,45 +149,15 @@ def test_requests_are_dealt_out_to_ranks_or_one_has_none(stand_in):
 def test_environment_of_each_kind(monkeypatch):
     for name in ("VLLM_PLUGINS", "BI_PARTIAL", "BI_EP_TRANSPORT"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv(ready.VARIABLE, "1")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(CI), str(CI.parent / "packages" / "bi-kernels" / "src")]))
     ours = h200.environment_of("ours", {"BI_EP_TRANSPORT": "nccl"})
     assert not {"VLLM_PLUGINS", "BI_PARTIAL"} & ours.keys()
     assert (ours["VLLM_BATCH_INVARIANT"], ours["BI_EP_TRANSPORT"]) == ("1", "nccl")
-    assert ours["PYTHONPATH"].split(os.pathsep)[:2] == [str(ready.FOLDER), str(CI)]
     stock = h200.environment_of("none")
     assert (stock["VLLM_PLUGINS"], stock["VLLM_BATCH_INVARIANT"]) == ("none", "1")
-    assert str(ready.FOLDER) not in stock["PYTHONPATH"]
     assert "VLLM_BATCH_INVARIANT" not in h200.environment_of("inert")
     assert "bi-kernels" in h200.environment_of("inert")["PYTHONPATH"]
     assert h200.environment_of("absent")["PYTHONPATH"] == str(CI)
-
-
-READY = """
-import importlib, json, sys
-from aligned_e2e.ready import _PACKAGES, assume_ready
-patches = [p for name in _PACKAGES for p in importlib.import_module(f"{name}.vllm_hook").PLAN.patches]
-waiting = [[p.target for p in patches if not p.ready and ("0.26" in p.versions) is known] for known in (True, False)]
-heavy = "vllm" in sys.modules or "torch" in sys.modules
-print(json.dumps([*waiting, list(assume_ready()), heavy]))
-"""
-
-
-def test_the_switch_makes_patches_ready_in_every_process_below_and_says_which():
-    def found(switch):
-        environment = os.environ | {ready.VARIABLE: switch, "PYTHONPATH": os.pathsep.join(sys.path)}
-        if switch == "1":
-            environment["PYTHONPATH"] = os.pathsep.join([str(ready.FOLDER), environment["PYTHONPATH"]])
-        done = subprocess.run(
-            [sys.executable, "-c", READY], env=environment, capture_output=True, text=True, check=True
-        )
-        return json.loads(done.stdout)
-
-    waiting, later, assumed, heavy = found("0")
-    assert (assumed, heavy) == ([], False)
-    left, still_later, assumed, heavy = found("1")
-    assert (left, assumed, heavy) == ([], waiting, False)
-    assert still_later == later != []  # patches for another release are as they were
 
 
 # --- running parts ----------------------------------------------------------------------------------------------------

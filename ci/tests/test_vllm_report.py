@@ -72,7 +72,6 @@ def record(name):
                 "versions": {"torch": "2", "vllm": "0.26.0", "triton": "3"},
                 "attestation": found,
                 "schedules": schedules,
-                "assumed_ready": [],
             }
         )
         if name.startswith("reload"):

@@ -287,7 +287,6 @@ def test_digests_are_the_tracers(dtype, monkeypatch):
 
 def test_plans_lose_what_is_switched_off(monkeypatch):
     from bi_moe_deepep import vllm_hook as moe
-    from bi_sparse_attn import vllm_hook as sparse
 
     for package in ("bi_kernels", "bi_moe_deepep", "bi_reload", "bi_sparse_attn"):
         hook = __import__(f"{package}.vllm_hook", fromlist=["PLAN"])
@@ -296,8 +295,6 @@ def test_plans_lose_what_is_switched_off(monkeypatch):
     before = {patch.target for patch in moe.PLAN.patches_for("0.26.0")}
     switch_plans(frozenset({gate}))
     assert {patch.target for patch in moe.PLAN.patches_for("0.26.0")} == before - {gate}
-    assert all(patch.ready for plan in (moe.PLAN, sparse.PLAN) for patch in plan.patches_for("0.26.0"))
-    assert not all(patch.ready for patch in sparse.PLAN.patches_for("0.33.0"))
     with pytest.raises(ValueError, match="nowhere:Nothing"):
         switch_plans(frozenset({"nowhere:Nothing"}))
 
