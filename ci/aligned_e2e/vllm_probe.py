@@ -18,14 +18,11 @@ from typing import Any
 import torch
 
 from bi_kernels.runtime.packages import PACKAGES
-from bi_kernels.testing.bitwise import bit_view
-from bi_kernels.testing.trace import Rows, Trace
+from bi_kernels.testing.trace import Rows, Trace, row_digests
 
-__all__ = ["ModelProbe", "device_digests", "first_partings", "switch_plans", "watch_engine"]
+__all__ = ["ModelProbe", "first_partings", "switch_plans", "watch_engine"]
 
 _MODEL = "vllm.models.deepseek_v4.nvidia.model"
-_VLLM = "0.26.0"
-_AT_ONCE = 1 << 24  # elements: their integers take 128 MB, and so does an intermediate result
 
 
 def switch_plans(off: frozenset[str]) -> None:
@@ -50,35 +47,6 @@ def switch_plans(off: frozenset[str]) -> None:
         )
     if left:
         raise ValueError(f"switch_plans: expected targets of patches, got {', '.join(sorted(left))}. Look into PLAN.")
-
-
-def device_digests(tensor: torch.Tensor) -> torch.Tensor:
-    """:func:`bi_kernels.testing.trace.row_digests` on the tensor's device, few rows at a time.
-
-    Args:
-        tensor: ``(rows, ...)``, any dtype.
-
-    Returns:
-        ``(rows,)`` int64.
-    """
-    bits = bit_view(tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1))
-    keys = _keys(bits.shape[1], bits.device)
-    digests = torch.empty(len(bits), dtype=torch.int64, device=bits.device)
-    rows = max(1, _AT_ONCE // max(1, bits.shape[1]))
-    for start in range(0, len(bits), rows):
-        part = bits[start : start + rows]
-        torch.sum((part.long() + 1).mul_(keys), 1, out=digests[start : start + rows])
-    return digests
-
-
-@functools.lru_cache(maxsize=64)
-def _keys(width: int, device: torch.device) -> torch.Tensor:
-    mixed = (torch.arange(width, dtype=torch.int64, device=device) + 1) * -7046029254386353131
-    mixed = (mixed ^ (mixed >> 31)) * -4658895280553007687
-    keys = (mixed ^ (mixed >> 29)) | 1
-    if keys.is_cuda:
-        torch.cuda.current_stream().synchronize()  # the next one to read them may be on another of the model's streams
-    return keys
 
 
 def first_partings(a: Trace, b: Trace) -> list[tuple[int, str, float]]:
@@ -288,12 +256,12 @@ class ModelProbe:
     def keep_logits(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
         """Keep logits of ``rows``, places among the rows of the last forward pass, on the CPU."""
         if self._step is not None:
-            self._step.entries.append((len(self._layers), "logits", device_digests(logits), rows))
+            self._step.entries.append((len(self._layers), "logits", row_digests(logits), rows))
 
     def _keep(self, layer: int, op: str, tensor: torch.Tensor | None) -> None:
         if self._running and self._step is not None and tensor is not None:
             # Rows beyond the step's own are those of a buffer, or padding.
-            self._step.entries.append((layer, op, device_digests(tensor[: len(self._step.positions)]), None))
+            self._step.entries.append((layer, op, row_digests(tensor[: len(self._step.positions)]), None))
 
 
 @contextlib.contextmanager

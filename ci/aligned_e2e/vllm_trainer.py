@@ -26,11 +26,11 @@ from typing import Any
 import torch
 
 from bi_kernels.runtime.packages import PACKAGES
-from bi_kernels.testing.trace import Trace
+from bi_kernels.testing.trace import Trace, row_digests
 
 from .h200 import ENVIRONMENT
 from .vllm_engine import COMMON, command_line, make_prompts
-from .vllm_probe import ModelProbe, device_digests
+from .vllm_probe import ModelProbe
 
 __all__ = [
     "SETTINGS",
@@ -196,7 +196,7 @@ class PackedModel:
         logprobs = Sampler.compute_logprobs(logits).gather(1, drawn[:, None]).squeeze(1)
         counts = [len(sample.drawn) for sample in batch]
         bits = logprobs.view(torch.int32).cpu().split(counts)
-        digests = device_digests(logits).cpu().split(counts)
+        digests = row_digests(logits).cpu().split(counts)
         return [Recomputed(*(part.tolist() for part in parts)) for parts in zip(bits, digests, strict=True)]
 
     def _metadata(

@@ -147,4 +147,4 @@ def test_our_ops_pass_on_the_models_shapes_and_their_twins_do_not(hidden):
     for test in found:  # run_self_test raises where the twin goes unnoticed
         report = probe.run_self_test(test, device=torch.device("cuda", 0))
         assert report.ok, report
-        assert report.comparisons >= 36
+        assert report.comparisons > (30 if "log_softmax" in test.name else 100)  # its batches are few and wide

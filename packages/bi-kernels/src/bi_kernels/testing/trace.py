@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 _FORMAT = 2
+_AT_ONCE = 1 << 24  # elements of a part of row_digests: their integers take 128 MB
 _SHOWN = 8  # values
 _AROUND = 3  # ops
 
@@ -233,14 +235,26 @@ def row_digests(tensor: torch.Tensor) -> torch.Tensor:
     change of a single element always shows. Sign of zero and NaN payloads count.
 
     Args:
-        tensor: ``(rows, ...)``, any dtype.
+        tensor: ``(rows, ...)``, any dtype, on any device, where the digests are then too.
     """
-    bits = bit_view(tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)).long() + 1
-    index = torch.arange(bits.shape[1], dtype=torch.int64, device=bits.device)
+    bits = bit_view(tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1))
+    width = bits.shape[1]
+    keys = _keys(width, bits.device)
+    digests = torch.empty(len(bits), dtype=torch.int64, device=bits.device)
+    rows = max(1, _AT_ONCE // max(1, width))
+    for start in range(0, len(bits), rows):
+        part = bits[start : start + rows].long() + 1
+        torch.sum(part.mul_(keys), 1, out=digests[start : start + rows])
+    return digests
+
+
+@functools.lru_cache(maxsize=64)
+def _keys(width: int, device: torch.device) -> torch.Tensor:
+    index = torch.arange(width, dtype=torch.int64, device=device)
     # A few rounds of multiply and xor-shift spread neighbouring indices over all 64 bits.
     mixed = (index + 1) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 31)) * -4658895280553007687
-    return (bits * ((mixed ^ (mixed >> 29)) | 1)).sum(1)
+    return (mixed ^ (mixed >> 29)) | 1
 
 
 def first_divergence(a: Trace, b: Trace) -> Divergence | None:
