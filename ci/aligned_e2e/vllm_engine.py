@@ -25,7 +25,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -462,21 +462,23 @@ def command_line() -> str:
     return shlex.join([pathlib.Path(sys.executable).name, *sys.orig_argv[1:]])
 
 
-def header(part: str, started: float, *, hooks: str = "ours") -> dict[str, Any]:
+def header(
+    part: str, started: float, *, hooks: str = "ours", attestation: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What every record begins with: what ran, where, and by which code.
 
     Args:
         part: Name of the part.
         started: ``time.monotonic()`` of when it began.
         hooks: As of :class:`Engine`. ``ours`` demands that all four hooks are active in this process.
+        attestation: Of the process that the record speaks for, where that is not this one.
 
     Raises:
         AttestationError: A hook is not active, or something else holds the place of one of its edits.
     """
     import torch
 
-    attestation = None
-    if hooks != "absent":
+    if attestation is None and hooks != "absent":
         import bi_kernels as bk
 
         attestation = json.loads(bk.attest(required=PACKAGES if hooks == "ours" else ()).to_json())

@@ -143,6 +143,16 @@ def test_requests_are_dealt_out_to_ranks_or_one_has_none(stand_in):
     assert served(Schedule("idle", idle=True), rank=1, ranks=2)["requests"] == {}
 
 
+def test_every_record_begins_with_what_ran():
+    told = vllm_engine.header("a part", time.monotonic() - 1.5, attestation={"digest": "d"})
+    assert (told["part"], told["attestation"]) == ("a part", {"digest": "d"})
+    assert 1.4 < told["seconds"] < 10
+    assert {"command", "date", "gpu", "gpus"} < told.keys()
+    assert {"python", "cuda", "torch"} <= told["versions"].keys()
+    assert vllm_engine.header("absent", time.monotonic(), hooks="absent")["attestation"] is None
+    assert vllm_engine.header("inert", time.monotonic(), hooks="inert")["attestation"]["hooks"] == {}
+
+
 # --- environment ------------------------------------------------------------------------------------------------------
 
 
