@@ -282,7 +282,7 @@ def _difference(report: Record, compared: Sequence[Compared]) -> Markup:
     return join([
         tag("p", lead, class_="lead"),
         table((Column("schedule"), *map(Column, engines)), rows, class_="matrix grid") if rows else tag("p", NOT_RUN),
-        tag("h3", "Actors, reload, two GPUs"),
+        tag("h3", "Actors, reload, 32 heads, two GPUs"),
         table((Column("comparison"), Column("kind"), Column("different")), others, class_="matrix")
         if others else tag("p", NOT_RUN),
         tag("h3", "First differences") if firsts else None,

@@ -22,6 +22,7 @@ _KINDS = {
     "rollout": "schedules of the same requests",
     "actor": "actors",
     "reload": "weight reload",
+    "32 heads": "checkpoint with 32 heads",
     "two GPUs": "two GPUs",
 }
 

@@ -68,7 +68,9 @@ class ExtraPart:
         hooks: As of :class:`Engine`; ``inert`` for a module that sets the flag itself.
         keys: Of its record, taken over into the report as they are.
         required: Without it the run has failed.
-        alone: It must not share the GPU with other parts, or starts many processes itself.
+        alone: It must not share the GPU with other parts.
+        many: It starts engines itself, as many at a time as it is told.
+        weights: Checkpoints of :data:`aligned_e2e.h200.CHECKPOINTS` that it needs.
     """
 
     module: str
@@ -76,7 +78,9 @@ class ExtraPart:
     hooks: Literal["ours", "inert"] = "ours"
     keys: tuple[str, ...] = ()
     required: bool = True
-    alone: bool = True
+    alone: bool = False
+    many: bool = False
+    weights: tuple[str, ...] = ("a",)
 
 
 def record_of(parts: pathlib.Path, name: str, rank: int = 0) -> pathlib.Path:
@@ -95,7 +99,6 @@ EXTRA_PARTS: dict[str, ExtraPart] = {
             *("--checkpoint", str(weights / "a"), "--drawn", str(parts / DRAWN)),
             *("--output", str(record_of(parts, "actor b"))),
         ),
-        alone=False,
     ),
     "sabotage": ExtraPart(
         "vllm_sabotage",
@@ -104,6 +107,7 @@ EXTRA_PARTS: dict[str, ExtraPart] = {
             *("--seconds", f"{limit / 2:.0f}"),
         ),
         keys=("sabotages", "healthy_problem"),
+        many=True,
     ),
     "cost": ExtraPart(
         "vllm_cost",
@@ -113,6 +117,8 @@ EXTRA_PARTS: dict[str, ExtraPart] = {
         hooks="inert",
         keys=("cost", "layers", "ops", "extrapolated", "profiles", "copy_gb_s"),
         required=False,
+        alone=True,
+        weights=(),
     ),
 }
 
@@ -311,6 +317,18 @@ def _reload(warm: Sequence[Record], cold: Sequence[Record], expected: Mapping[st
     }
 
 
+def _heads(records: Sequence[Record]) -> dict[str, Any]:
+    """A checkpoint of another shape: everything against its own first schedule, and counted by itself."""
+    first, *others = _schedules(records)
+    rows = [_row(schedule["schedule"], schedule, first["requests"]) for schedule in others]
+    return {
+        "heads": 32,
+        "tokens_compared": sum(row["tokens_compared"] for row in rows),
+        "tokens_different": sum(row["tokens_different"] for row in rows),
+        "steps": rows,
+    }
+
+
 def _two_gpus(
     records: Mapping[str, Sequence[Record]], expected: Mapping[str, Record], gpus: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]], list[str]]:
@@ -411,6 +429,9 @@ class _Whole:
         if {"reload", "reload, cold"} <= records.keys():
             self.report["reload"] = _reload(records["reload"], records["reload, cold"], expected)
             self.failures += _reload_failures(self.report["reload"])
+        if "32 heads" in records:
+            self.report["heads"] = _heads(records["32 heads"])
+            self.failures += _differences("", self.report["heads"]["steps"])
 
     def add_controls(self, records: Mapping[str, Sequence[Record]]) -> None:
         """What vLLM does without the hooks."""
@@ -569,6 +590,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     actors = [row | {"schedule": f"actor {row['name']}"} for row in report.get("actors", [])]
     others = [row | {"schedule": row["name"]} for row in report.get("two_gpus", [])]
     others += [row | {"schedule": f"reload: {row['name']}"} for row in report.get("reload", {}).get("steps", [])]
+    others += [row | {"schedule": row["name"]} for row in report.get("heads", {}).get("steps", [])]
     for row in [*report.get("runs", []), *actors, *others]:
         cells = (row["schedule"], row["tokens_compared"], row["tokens_different"], row.get("seconds", "-"))
         table.add_row(*map(str, cells), style="red" if row["tokens_different"] else None)

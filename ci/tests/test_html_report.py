@@ -63,6 +63,10 @@ def full() -> dict[str, Any]:
                 {"name": "A after B", "tokens_compared": 1248, "tokens_different": 0},
             ],
         },
+        "heads": {"heads": 32, "tokens_compared": 1536, "tokens_different": 0, "steps": [
+            {"name": name, "tokens_compared": 768, "tokens_different": 0, "first_difference": None}
+            for name in ("32 heads, five at a time", "32 heads, recomputed")
+        ]},
         "two_gpus": [
             {"name": "expert parallel 2, NCCL", "tokens_compared": 1248, "tokens_different": 0, "reason": None},
             {"name": "expert parallel 2, DeepEP", "tokens_compared": 1248, "tokens_different": 0, "reason": None},
@@ -155,7 +159,7 @@ def _page(report: dict[str, Any]) -> _Page:
 
 
 def test_aligned_report_says_so_and_is_green(full: dict[str, Any], cpu: dict[str, Any]) -> None:
-    for report, total in ((full, 8 * 2496 + 2 * 2496 + 4992 + 3 * 1248), (cpu, 2 * 4032)):
+    for report, total in ((full, 8 * 2496 + 2 * 2496 + 4992 + 2 * 768 + 3 * 1248), (cpu, 2 * 4032)):
         page = _page(report)
         assert f"0 of {total:,} compared tokens different" in page.text
         assert page.by_class("verdict")[0]["class"] == "verdict good"

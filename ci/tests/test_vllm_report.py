@@ -47,6 +47,7 @@ def record(name):
             names = REQUESTS[: engine.requests]
             names = names[rank :: engine.ranks] if not schedule.idle else names * (rank == 0)
             shift = number if engine.hooks == "none" else 10 * (schedule.weights == "b")
+            shift += 20 * (schedule.weights == "heads32")
             row = {
                 key: [value + i + shift for i in range(engine.max_tokens)]
                 for key, value in (("tokens", 5), ("logprobs", -99), ("digests", 7))
@@ -111,6 +112,7 @@ def test_equal_records_are_aligned(tmp_path):
     assert report["reload"]["tokens_compared"] == 3 * 4 * 5
     assert report["reload"]["tokens_changed_by_new_weights"] == 4 * 5
     assert [row["tokens_compared"] for row in report["two_gpus"]] == [4 * 8] * 4
+    assert (report["heads"]["tokens_compared"], report["heads"]["tokens_different"]) == (2 * 4 * 5, 0)
     path = tmp_path / "report.json"
     vllm_report.write_report(path, report)
     assert check_report(path) == []
@@ -129,6 +131,8 @@ def test_equal_records_are_aligned(tmp_path):
         ("reload", 1, "reload: B after A against B cold: 1 of"),
         ("reload", 2, "reload: A after B: 1 of"),
         ("two GPUs, DeepEP", 0, "EP 2, DeepEP low latency: 1 of"),
+        ("32 heads", 1, "32 heads, five at a time: 1 of"),
+        ("32 heads", 2, "32 heads, recomputed: 1 of"),
     ],
 )
 def test_one_changed_value_is_found(tmp_path, engine, schedule, says, field, value):
@@ -268,6 +272,22 @@ def test_on_one_gpu_pairs_are_skipped_and_the_report_says_why(tmp_path):
     assert report["failures"] == []
     assert {row["reason"] for row in report["two_gpus"]} == {"this machine has one GPU, and 2 are needed"}
     assert "EP 2, NCCL" in [row["what"] for row in report["not_run"]]
+
+
+def test_pairs_of_an_older_build_are_refused(tmp_path):
+    """Records that a machine with two GPUs left earlier do not stand in for those that one GPU cannot make."""
+    records = sound()
+    for ranks in records.values():
+        for content in ranks:
+            if len(ranks) == 1:
+                content["gpus"] = 1
+            else:
+                content["attestation"]["native"]["bi_kernels"]["sha256"] = "of the build before"
+    failures = merged(tmp_path, records, gpus=1)["failures"]
+    assert len(failures) == 2
+    for what, failure in zip(("attestations", "libraries"), failures, strict=True):
+        assert failure.startswith(f"parts of different installations, by their {what}")
+        assert "two GPUs, NCCL, two GPUs, DeepEP" in failure
 
 
 def test_the_transport_may_differ_between_parts_and_nothing_else(tmp_path):

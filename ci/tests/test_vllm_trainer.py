@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from aligned_e2e import vllm_trainer
 from aligned_e2e.vllm_engine import make_prompts
 from aligned_e2e.vllm_probe import ModelProbe, first_partings, switch_plans, watch_engine
 from aligned_e2e.vllm_trainer import PackedModel, Sample, pack, read_drawn, read_samples, recompute
