@@ -199,6 +199,8 @@ def comparisons(report: Record) -> Iterator[Compared]:
         yield read("reload", "new weights and the old ones again, graphs kept", mapping(report, "reload"))
     for row in rows_of(report, "heads", "steps"):
         yield read("32 heads", text(row, "name") or "unnamed", row)
+    if quick := mapping(report, "quick_test"):
+        yield read("quick test", text(quick, "name") or "unnamed", quick)
     for row in rows_of(report, "two_gpus"):
         yield read("two GPUs", text(row, "name") or "unnamed", row)
 

@@ -123,9 +123,11 @@ EXTRA_PARTS: dict[str, ExtraPart] = {
 }
 
 
-def load_records(parts: pathlib.Path, engines: Mapping[str, Engine]) -> dict[str, list[Record]]:
+def load_records(
+    parts: pathlib.Path, engines: Mapping[str, Engine], extra: Iterable[str] = ()
+) -> dict[str, list[Record]]:
     """Records by part, one for each rank; parts without all of their records are left out."""
-    ranks = {name: engine.ranks for name, engine in engines.items()} | dict.fromkeys(EXTRA_PARTS, 1)
+    ranks = {name: engine.ranks for name, engine in engines.items()} | dict.fromkeys(extra, 1)
     found = {}
     for name, count in ranks.items():
         paths = [record_of(parts, name, rank) for rank in range(count)]
@@ -368,15 +370,18 @@ def merge(parts: pathlib.Path, *, profile: str, gpus: int) -> dict[str, Any]:
         profile: Its name.
         gpus: Of the machine that ran them; 0 if unknown.
     """
-    records = load_records(parts, ENGINES)
+    records = load_records(parts, ENGINES | QUICK, EXTRA_PARTS)
     gpus = max([gpus, *(record.get("gpus", 0) for ranks in records.values() for record in ranks)])
     whole = _Whole({"profile": profile}, [], [])
     whole.add_missing(records, parts)
-    whole.failures += _installation_problems(records, ENGINES)
+    whole.failures += _installation_problems(records, ENGINES | QUICK)
     if FIRST in records:
         whole.add_tokens(records, gpus)
     whole.add_controls(records)
     whole.add_extra(records)
+    for name in QUICK.keys() & records.keys():  # a test for users, which has run here as well
+        whole.report["quick_test"] = _quick_row(records[name])
+        whole.failures += _differences("", [whole.report["quick_test"]])
     whole.report["suites"] = _suites(parts)
     whole.failures += [
         f"suite of {row['package']}: {row['failed']} tests failed" for row in whole.report["suites"] if row["failed"]
@@ -460,6 +465,12 @@ class _Whole:
                 self.failures.append(f"sabotage {row['name']}: not caught as declared, {row['detail']}")
 
 
+def _quick_row(records: Sequence[Record]) -> dict[str, Any]:
+    """One engine against its own recomputation."""
+    drawn, again = _schedules(records)
+    return _row(again["schedule"], again, drawn["requests"])
+
+
 def merge_quick(parts: pathlib.Path, *, profile: str) -> dict[str, Any]:
     """The report of the quick test: one engine against its own recomputation."""
     records = load_records(parts, QUICK)
@@ -467,8 +478,7 @@ def merge_quick(parts: pathlib.Path, *, profile: str) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     (name,) = QUICK
     if name in records:
-        drawn, again = _schedules(records[name])
-        row = _row(again["schedule"], again, drawn["requests"])
+        row = _quick_row(records[name])
         runs.append({"schedule": row["name"], "engine": name} | row)
         failures += _differences("", runs)
     else:

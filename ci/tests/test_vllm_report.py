@@ -320,9 +320,20 @@ def test_quick(tmp_path):
     )
     content = record("preempted")[0] | {"part": "quick", "schedules": [first, again]}
     vllm_engine.write_json(vllm_report.record_of(tmp_path, "quick"), content)
+    stale = record("sabotage")[0]
+    stale["attestation"]["packages"] = {}
+    vllm_engine.write_json(
+        vllm_report.record_of(tmp_path, "sabotage"), stale
+    )  # of the whole profile, and another build
     report = vllm_report.merge_quick(tmp_path, profile="h200")
     assert (report["failures"], report["tokens_compared"], report["quick"]) == ([], 1, True)
+    assert list(report["attestations"]) == ["quick"]
+    whole = merged(tmp_path / "whole", sound() | {"quick": [content]})
+    assert (whole["failures"], whole["tokens_compared"]) == ([], 9 * 8 * 8)
+    assert whole["quick_test"]["tokens_compared"] == 1
     again["requests"]["r00"]["logprobs"] = [4]
     vllm_engine.write_json(vllm_report.record_of(tmp_path, "quick"), content)
+    failures = merged(tmp_path / "and differs", sound() | {"quick": [content]})["failures"]
+    assert [failure.partition(":")[0] for failure in failures] == ["quick, recomputed"]
     assert len(vllm_report.merge_quick(tmp_path, profile="h200")["failures"]) == 1
     assert vllm_report.merge_quick(tmp_path / "nothing", profile="h200")["failures"] == ["quick: not run"]
