@@ -242,6 +242,13 @@ SABOTAGES = (
         op="routed experts",  # the order shows in few roundings to bfloat16, anywhere
     ),
     Sabotage(
+        "lm_head: vLLM's own linear",
+        "bi-kernels: LogitsProcessor",
+        off=("vllm.model_executor.layers.logits_processor:LogitsProcessor",),
+        layer=4,  # after the last; as invariant as ours, and not what a trainer computes
+        op="logits",
+    ),
+    Sabotage(
         "reload: sinks past the loader",
         "bi-reload: attn_sink loader",
         off=(f"{_MODEL}:DeepseekV4Model.load_weights",),
