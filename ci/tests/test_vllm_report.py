@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import html
 import io
+import pathlib
 
 import pytest
 from rich.console import Console
 
 from aligned_e2e import vllm_engine, vllm_report
+from aligned_e2e.html_report import render
 from aligned_e2e.report import check_report
 from aligned_e2e.vllm_engine import ENGINES, FIRST, Engine, Schedule
+from aligned_e2e.vllm_report import EXTRA_PARTS
+
+CI = pathlib.Path(__file__).parents[1]
 
 REQUESTS = [f"r{i:02d}" for i in range(8)]
 
@@ -304,6 +310,30 @@ def test_suites_that_ran_beside_it_are_reported(tmp_path):
     report = merged(tmp_path, sound())
     assert report["suites"] == [{"package": "bi-reload", "passed": 4, "failed": 3, "skipped": 3}]
     assert report["failures"] == ["suite of bi-reload: 3 tests failed"]
+
+
+def test_every_part_has_its_place_in_report_page_and_readme(tmp_path):
+    records = sound() | {"cost": record("cost")}
+    records["cost"][0]["cost"] = [{"workload": "decode", "batch": 8, "overhead_percent": 1.0}]
+    report = merged(tmp_path, records)
+    parts = [*ENGINES, *EXTRA_PARTS]
+    assert {part["part"] for part in report["parts"]} == set(parts)
+    page = html.unescape(render(report, source="report.json"))
+    readme = (CI / "README.md").read_text()
+    for part in parts:
+        assert f">{part}<" in page
+        assert f"`{part}`" in readme
+        without = merged(tmp_path / part, {name: ranks for name, ranks in records.items() if name != part})
+        reasons = {row["what"] for row in without["not_run"]} | {text.partition(":")[0] for text in without["failures"]}
+        assert part in reasons
+    shown = [row["name"] for key in ("two_gpus", "actors") for row in report[key]]
+    shown += [row["name"] for key in ("reload", "heads") for row in report[key]["steps"]]
+    shown += [row["schedule"] for row in report["runs"]]
+    assert len(shown) == len(set(shown))
+    schedules = {schedule.name for engine in ENGINES.values() for schedule in engine.schedules}
+    told = {"together", "actor a", "32 heads", "stock", "stock, recomputed", "off", "off, again", "without us",
+            "without us, again", "reload: A", "reload: B after A", "reload: A again", "reload: B cold"}  # fmt: skip
+    assert schedules - set(shown) == told  # the references, and what has rows or numbers of other names
 
 
 def test_nothing_at_all(tmp_path):
