@@ -115,7 +115,7 @@ EXTRA_PARTS: dict[str, ExtraPart] = {
             *("--checkpoint", str(weights / "slice"), "--parts", str(parts), "--limit", f"{limit - 20:.0f}"),
         ),
         hooks="inert",
-        keys=("cost", "layers", "ops", "extrapolated", "profiles", "copy_gb_s"),
+        keys=("cost", "layers", "ops", "extrapolated", "profiles", "copy_gb_s", "sides", "waited"),
         required=False,
         alone=True,
         weights=(),
@@ -379,6 +379,9 @@ def merge(parts: pathlib.Path, *, profile: str, gpus: int) -> dict[str, Any]:
         whole.add_tokens(records, gpus)
     whole.add_controls(records)
     whole.add_extra(records)
+    if "32 heads" in records:
+        whole.report["heads"] = _heads(records["32 heads"])
+        whole.failures += _differences("", whole.report["heads"]["steps"])
     for name in QUICK.keys() & records.keys():  # a test for users, which has run here as well
         whole.report["quick_test"] = _quick_row(records[name])
         whole.failures += _differences("", [whole.report["quick_test"]])
@@ -434,9 +437,6 @@ class _Whole:
         if {"reload", "reload, cold"} <= records.keys():
             self.report["reload"] = _reload(records["reload"], records["reload, cold"], expected)
             self.failures += _reload_failures(self.report["reload"])
-        if "32 heads" in records:
-            self.report["heads"] = _heads(records["32 heads"])
-            self.failures += _differences("", self.report["heads"]["steps"])
 
     def add_controls(self, records: Mapping[str, Sequence[Record]]) -> None:
         """What vLLM does without the hooks."""
