@@ -50,7 +50,7 @@ compile_mhc() (
         for work in "mhc_pre:1 128" mhc_pre:1024 mhc_pre:4096 mhc_post_pre:1 mhc_post_pre:8 \
             "mhc_pre_broadcast:1 1024" "mhc_pre_broadcast mhc_post mhc_head:4096"; do
             # shellcheck disable=SC2086  # words are arguments: ops, then tokens
-            timeout 150 python3 "$benchmarks/mhc.py" --compile --hidden $hidden \
+            VLLM_PLUGINS=none timeout 150 python3 "$benchmarks/mhc.py" --compile --hidden $hidden \
                 --ops ${work%:*} --tokens ${work#*:} &
         done
     done >"$OUT/compile.txt" 2>&1
@@ -80,11 +80,12 @@ bi-reload:bench)
     } &
     reload=$!
     compile_mhc
+    grep -E "^[A-Za-z.]*(Error|Exception)\b" "$OUT/compile.txt" | sort | uniq -c | cut -c1-250
     for ((i = 0; i < 120; i++)); do # past that, better disturbed than not timed at all
         grep -q "engines stand" "$OUT/reload.txt" || ! kill -0 "$reload" 2>/dev/null && break
         sleep 1
     done
-    step 150 bench.txt python3 "$benchmarks/mhc.py" --out "$OUT/h200.jsonl"
+    step 150 bench.txt env VLLM_PLUGINS=none python3 "$benchmarks/mhc.py" --out "$OUT/h200.jsonl"
     rm -f "$work/hold"
     wait "$reload" || status=$?
     ;;

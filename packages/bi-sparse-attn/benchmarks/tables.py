@@ -82,7 +82,17 @@ def attention(records: list[dict[str, object]]) -> list[str]:
         *attention_table([r for r in records if r["op"] == "decode_attention"]),
     ]
     prefill = attention_table([r for r in records if r["op"] == "prefill_attention"])
-    return [*lines, *(["Prefill per request, against vLLM's grouped plan:", "", *prefill] if prefill else [])]
+    if not prefill:
+        return lines
+    idle = [r["stock_idle_us"] / r["ours_idle_us"] for r in records if "ours_idle_us" in r]  # type: ignore[operator]
+    return [
+        *lines,
+        "Prefill per request, against vLLM's grouped plan, on a stream that is still busy while the host launches:",
+        "",
+        *prefill,
+        f"On an idle stream, the host's time included, ratios from {min(idle):.2f} to {max(idle):.2f}.",
+        "",
+    ]
 
 
 def summary(records: list[dict[str, object]]) -> str:
