@@ -1,11 +1,14 @@
-"""What the benchmarks of mHC share: they time explicit mHC against vLLM's, which fuses post and pre.
+"""Time explicit mHC against vLLM's, which fuses post and pre; ``bench_mhc_*.py`` are the ops of one kernel.
+
+python packages/bi-reload/benchmarks/mhc.py --out results/h200.jsonl
 
 One JSON line per op and shape (T, H). The op of the goal is ``mhc_post_pre``: what stands between two layers, ours as
 two explicit ops, vLLM's as ``mhc_fused_post_pre_tilelang``; the others are its parts and the ends of the model. ratio
 is stock / ours; gb_s counts the bytes that every implementation must move; without vLLM stock is null. Replayed from
 CUDA graphs, stock, ours and the copy by turns, medians; inputs and weights of up to some tens of MB stay in the L2
 cache, for all alike. bitwise: every row equals the same row of a call with 4096 tokens, compared in this run;
-precision: the largest difference of ``post_mix`` to float64, ours and stock's.
+precision: the largest difference of ``post_mix`` to float64, ours and stock's. ``--compile`` only has vLLM's
+kernels compiled, some seconds each, so that several processes can share that work.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from bi_reload import MhcPre, MhcPreBroadcast, mhc_head, mhc_post, mhc_pre, mhc_
 HIDDEN = (4096, 2048, 7168)
 TOKENS = (1, 8, 16, 32, 128, 1024, 4096)
 MOST = max(TOKENS)
+OPS = ("mhc_post_pre", "mhc_pre", "mhc_pre_broadcast", "mhc_post", "mhc_head")
 EPS = {"rms_eps": 1e-6, "hc_eps": 1e-6}
 
 Tensors = tuple[torch.Tensor, ...]
@@ -194,6 +198,7 @@ def main(*ops: str) -> None:
     """Bench every shape of ``ops`` and write the records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="put the records here, in place of older ones of these ops")
+    parser.add_argument("--ops", nargs="+", choices=ops, default=ops)
     parser.add_argument("--hidden", type=int, nargs="+", default=HIDDEN)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--compile", action="store_true", help="only have vLLM's kernels compiled into their caches")
@@ -202,7 +207,7 @@ def main(*ops: str) -> None:
         for hidden in args.hidden:
             site = make_site(hidden)
             for tokens in args.tokens:
-                for op in ops:
+                for op in args.ops:
                     stock(op, site.rows(tokens))[1]()  # type: ignore[misc]
         torch.cuda.synchronize()
         return
@@ -210,9 +215,13 @@ def main(*ops: str) -> None:
     records = []
     for hidden in args.hidden:
         site = make_site(hidden)
-        for op in ops:
+        for op in args.ops:
             every = tuple(t.clone() for t in ours(op, site)())
             for tokens in args.tokens:
                 records.append(bench(op, every, site, tokens, copy))
                 print(json.dumps(records[-1]), flush=True)
-    write_records(args.out, records)
+        write_records(args.out, records)
+
+
+if __name__ == "__main__":
+    main(*OPS)

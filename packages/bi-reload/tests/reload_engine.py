@@ -3,7 +3,8 @@
     python reload_engine.py ROLE --a DIR --b DIR --output FILE
 
 ``warm`` starts on checkpoint A with captured graphs and goes A, B, A, B by every way that weights can come, then
-through a failed update; ``cold`` starts on B; ``stock`` does the first reload without the hooks. A and B come from
+through a failed update; ``cold`` starts on B; ``stock`` does the first reload without the hooks; ``padded`` goes A, B,
+A from disk, on checkpoints with fewer heads than the attention kernels know, so that vLLM pads them. A and B come from
 ``ci/aligned_e2e/vllm_checkpoint.py``. The engine core runs in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``); the
 record is written after every step.
 """
@@ -239,6 +240,28 @@ def warm(engine: Engine, a: Path, b: Path) -> None:
     record["sinks"] = sinks(model)
 
 
+def padded(engine: Engine, a: Path, b: Path) -> None:
+    """A, B, A from disk, and what lies in the padding of every sink after each."""
+    from bi_reload import vllm_reload
+
+    captured = vllm_reload._served(engine.model).captured
+
+    def sinks_of(directory: Path) -> dict[str, list[int]]:
+        import torch
+
+        stored = {f"model.{n}": t for n, t in tensors_of(directory, "cpu") if n.endswith("attn_sink")}
+        return {name: tensor.view(torch.int32).tolist() for name, tensor in stored.items()}
+
+    engine.record["captured"] = captured is not None
+    for name, directory in (("A", a), ("B", b), ("A again", a)):
+        if name != "A":
+            engine.step(f"reload {name}", lambda where=directory: engine.worker.reload_weights(weights_path=str(where)))
+            engine.step(f"addresses after {name}", lambda: differences(captured, engine.model))
+        engine.step(f"sinks of {name}", lambda: sinks(engine.model))
+        engine.record[f"stored sinks of {name}"] = sinks_of(directory)
+        engine.step(name, engine.generate)
+
+
 def cold(engine: Engine, a: Path, b: Path) -> None:
     """An engine that never knew other weights."""
     from bi_reload import vllm_reload
@@ -270,7 +293,7 @@ def sinks(model: Any) -> dict[str, list[int]]:
     return {n: p.detach().view(torch.int32).tolist() for n, p in model.named_parameters() if n.endswith("attn_sink")}
 
 
-ROLES = {"warm": warm, "cold": cold, "stock": stock}
+ROLES = {"warm": warm, "cold": cold, "stock": stock, "padded": padded}
 
 
 def main() -> int:

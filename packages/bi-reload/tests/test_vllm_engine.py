@@ -6,6 +6,7 @@ their seed; ``BI_RELOAD_RECORDS`` names a folder with records of an earlier run.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 LIMIT = int(os.environ.get("BI_RELOAD_LIMIT", "400"))  # seconds for all engines together
+MINUS_INFINITY = -(1 << 23)  # its bits as an int32
 SCRIPT = Path(__file__).with_name("reload_engine.py")
 ENVIRONMENT = {
     "VLLM_BATCH_INVARIANT": "1",
@@ -29,17 +31,18 @@ ENVIRONMENT = {
 }
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def play(tmp_path_factory: pytest.TempPathFactory, *roles: str, heads: int) -> dict[str, Any]:
+    """The records of ``roles``, on two checkpoints with ``heads`` attention heads."""
     given = os.environ.get("BI_RELOAD_RECORDS")
     folder = Path(given) if given else tmp_path_factory.mktemp("records")
     if not given:
         from aligned_e2e.vllm_checkpoint import SIZES, write_checkpoint
 
+        size = dataclasses.replace(SIZES["tiny"], num_heads=heads)
         for name, seed in (("a", 1), ("b", 2)):
-            write_checkpoint(folder / name, SIZES["tiny"], seed=seed, device="cuda")
+            write_checkpoint(folder / name, size, seed=seed, device="cuda")
         running = []
-        for role in ("warm", "cold", "stock"):
+        for role in roles:
             command = [sys.executable, str(SCRIPT), role, "--output", str(folder / f"{role}.json")]
             command += ["--a", str(folder / "a"), "--b", str(folder / "b")]
             with (folder / f"{role}.log").open("w") as log:
@@ -47,13 +50,24 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
                 running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         deadline = time.monotonic() + LIMIT
         try:
-            for process, role in zip(running, ("warm", "cold", "stock"), strict=True):
+            for process, role in zip(running, roles, strict=True):
                 status = process.wait(max(1, deadline - time.monotonic()))
                 assert status == 0, (folder / f"{role}.log").read_text()[-4000:]
         finally:
             for process in running:
                 process.kill()
-    return {role: json.loads((folder / f"{role}.json").read_text()) for role in ("warm", "cold", "stock")}
+    return {role: json.loads((folder / f"{role}.json").read_text()) for role in roles}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return play(tmp_path_factory, "warm", "cold", "stock", heads=64)
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One engine whose 32 heads vLLM pads to 64."""
+    return play(tmp_path_factory, "padded", heads=32)["padded"]
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -114,3 +128,24 @@ def test_stock_keeps_old_sinks_and_moves_the_broadcast(records: Any) -> None:
     stock = records["stock"]
     assert stock["sinks"] == stock["sinks before"] != records["cold"]["sinks"]
     assert any("hc_attn_fn_broadcast: moved" in line for line in stock["addresses after B"]["moved"])
+
+
+def test_padded_heads_come_back(padded: Any) -> None:
+    assert_same(padded["A"], padded["A again"])
+    assert padded["A"]["logits"] != padded["B"]["logits"]
+
+
+@pytest.mark.parametrize("when", ["after B", "after A again"])
+def test_no_address_moved_with_padded_heads(padded: Any, when: str) -> None:
+    assert padded["captured"]
+    found = padded[f"addresses {when}"]
+    assert found["tensors"] > 100
+    assert found["count"] == 0, "\n".join(found["moved"])
+
+
+@pytest.mark.parametrize("checkpoint", ["A", "B", "A again"])
+def test_padded_sinks_are_minus_infinity(padded: Any, checkpoint: str) -> None:
+    """A padding head has no key: its sink must not be zero, and must survive every reload."""
+    sinks, stored = padded[f"sinks of {checkpoint}"], padded[f"stored sinks of {checkpoint}"]
+    assert len(stored) == 4
+    assert sinks == {name: bits + [MINUS_INFINITY] * 32 for name, bits in stored.items()}
