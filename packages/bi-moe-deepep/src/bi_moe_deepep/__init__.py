@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from .experts import expert_mlp, expert_mlp_contiguous
     from .fp8_gemm import fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
+    from .pack_tokens import PackedTokens, pack_tokens
     from .router import router_gate_logits, select_experts
     from .stage_tokens import StagedTokens, stage_tokens
     from .transport_deepep import DeepEPTransport
@@ -43,6 +44,7 @@ __all__ = [
     "DispatchedTokens",
     "ExpertCapacity",
     "InProcessTransport",
+    "PackedTokens",
     "SlicePlan",
     "StagedDispatcher",
     "StagedTokens",
@@ -58,6 +60,7 @@ __all__ = [
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
     "native_available",
+    "pack_tokens",
     "plan_slices",
     "probe_deep_gemm",
     "prove_deep_gemm",
@@ -90,6 +93,8 @@ _attach(
         "fp8_gemm_nt": "fp8_gemm",
         "m_grouped_fp8_gemm_nt_contiguous": "fp8_gemm",
         "m_grouped_fp8_gemm_nt_masked": "fp8_gemm",
+        "PackedTokens": "pack_tokens",
+        "pack_tokens": "pack_tokens",
         "router_gate_logits": "router",
         "select_experts": "router",
         "StagedTokens": "stage_tokens",
