@@ -117,7 +117,7 @@ def test_a_packed_product_that_is_not_the_contiguous_one_is_named(rows: int, mon
         return out
 
     monkeypatch.setattr(deep_gemm_proof, "m_grouped_fp8_gemm_nt_offsets", other)
-    with pytest.raises(ContractError, match="m_grouped_packed: .* differs") as caught:
+    with pytest.raises(ContractError, match=r"m_grouped_packed: .* differs") as caught:
         prove_deep_gemm(SHAPES, device=CPU, products=products(f"packed {rows}"))
     assert [blocker.subject for blocker in caught.value.blockers] == ["deep_gemm.m_grouped_packed"]
 
