@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from bi_kernels.testing import assert_bitwise_equal
-from bi_moe_deepep import combine_ordered, select_experts, stage_tokens
+from bi_moe_deepep import combine_ordered, m_grouped_fp8_gemm_nt_offsets, select_experts, stage_tokens
+from bi_moe_deepep.reference import fp8_gemm as gemm_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -32,3 +33,18 @@ def test_hash_layer() -> None:
     logits = torch.randn(33, 16)
     weights, _ = select_experts(logits.cuda(), top_k=4, token_ids=ids.cuda(), tid2eid=table.cuda())
     assert_bitwise_equal(weights.cpu(), select_experts(logits, top_k=4, token_ids=ids, tid2eid=table)[0])
+
+
+@pytest.mark.parametrize("counts", [(2, 0, 1), (0, 20, 5), (33, 0, 0), (2000, 129, 2500)], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(192, 256), (128, 384)], ids=str)
+def test_grouped_product(n: int, k: int, counts: tuple[int, ...]) -> None:
+    rows = sum(counts) + 1
+    q, wq = (torch.randint(-2, 3, shape).to(torch.float8_e4m3fn) for shape in ((rows, k), (3, n, k)))
+    s, ws = (
+        torch.randint(-3, 4, shape).float().exp2() for shape in ((rows, k // 128), (3, (n + 127) // 128, k // 128))
+    )
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    out = torch.full((rows, n), 7.0, dtype=torch.bfloat16)
+    got = m_grouped_fp8_gemm_nt_offsets(q.cuda(), s.cuda(), wq.cuda(), ws.cuda(), offsets.cuda(), out=out.cuda())
+    want = gemm_reference.m_grouped_fp8_gemm_nt_offsets(q, s, wq, ws, offsets, out=out)
+    assert_bitwise_equal(got.cpu(), want)

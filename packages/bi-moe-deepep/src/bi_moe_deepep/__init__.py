@@ -31,7 +31,12 @@ if TYPE_CHECKING:
         plan_slices,
     )
     from .experts import expert_mlp, expert_mlp_contiguous
-    from .fp8_gemm import fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
+    from .fp8_gemm import (
+        fp8_gemm_nt,
+        m_grouped_fp8_gemm_nt_contiguous,
+        m_grouped_fp8_gemm_nt_masked,
+        m_grouped_fp8_gemm_nt_offsets,
+    )
     from .router import router_gate_logits, select_experts
     from .stage_tokens import StagedTokens, stage_tokens
     from .transport_deepep import DeepEPTransport
@@ -57,6 +62,7 @@ __all__ = [
     "fp8_gemm_nt",
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
+    "m_grouped_fp8_gemm_nt_offsets",
     "native_available",
     "plan_slices",
     "probe_deep_gemm",
@@ -90,6 +96,7 @@ _attach(
         "fp8_gemm_nt": "fp8_gemm",
         "m_grouped_fp8_gemm_nt_contiguous": "fp8_gemm",
         "m_grouped_fp8_gemm_nt_masked": "fp8_gemm",
+        "m_grouped_fp8_gemm_nt_offsets": "fp8_gemm",
         "router_gate_logits": "router",
         "select_experts": "router",
         "StagedTokens": "stage_tokens",
