@@ -40,6 +40,14 @@ def arguments() -> dict[str, tuple[Any, ...]]:
             WS,
             torch.tensor([2, 1], dtype=INT32),
         ),
+        "m_grouped_fp8_gemm_nt_offsets": (
+            torch.empty(4, 128, dtype=torch.bfloat16),
+            Q,
+            S,
+            WQ,
+            WS,
+            torch.tensor([0, 3, 4], dtype=INT32),
+        ),
         "select_experts": (
             torch.empty(3, 2),
             torch.empty(3, 2, dtype=INT32),

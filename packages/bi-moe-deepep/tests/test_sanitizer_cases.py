@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from bi_kernels.testing import assert_bitwise_equal
-from bi_moe_deepep import combine_ordered, pack_tokens, select_experts, stage_tokens
+from bi_moe_deepep import (
+    combine_ordered,
+    m_grouped_fp8_gemm_nt_offsets,
+    pack_tokens,
+    select_experts,
+    stage_tokens,
+)
+from bi_moe_deepep.reference import fp8_gemm as gemm_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -47,3 +54,18 @@ def test_packing(tokens: int, experts: int, top_k: int) -> None:
         assert_bitwise_equal(have.cpu(), expected)
     assert_bitwise_equal(packed.q[:used].cpu(), want.q[:used])
     assert_bitwise_equal(packed.s[:used].cpu(), want.s[:used])
+
+
+@pytest.mark.parametrize("counts", [(2, 0, 1), (0, 20, 5), (33, 0, 0), (2000, 129, 2500)], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(192, 256), (128, 384)], ids=str)
+def test_grouped_product(n: int, k: int, counts: tuple[int, ...]) -> None:
+    rows = sum(counts) + 1
+    q, wq = (torch.randint(-2, 3, shape).to(torch.float8_e4m3fn) for shape in ((rows, k), (3, n, k)))
+    s, ws = (
+        torch.randint(-3, 4, shape).float().exp2() for shape in ((rows, k // 128), (3, (n + 127) // 128, k // 128))
+    )
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    out = torch.full((rows, n), 7.0, dtype=torch.bfloat16)
+    got = m_grouped_fp8_gemm_nt_offsets(q.cuda(), s.cuda(), wq.cuda(), ws.cuda(), offsets.cuda(), out=out.cuda())
+    want = gemm_reference.m_grouped_fp8_gemm_nt_offsets(q, s, wq, ws, offsets, out=out)
+    assert_bitwise_equal(got.cpu(), want)

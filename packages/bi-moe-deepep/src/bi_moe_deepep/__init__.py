@@ -31,7 +31,12 @@ if TYPE_CHECKING:
         plan_slices,
     )
     from .experts import expert_mlp, expert_mlp_contiguous
-    from .fp8_gemm import fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous, m_grouped_fp8_gemm_nt_masked
+    from .fp8_gemm import (
+        fp8_gemm_nt,
+        m_grouped_fp8_gemm_nt_contiguous,
+        m_grouped_fp8_gemm_nt_masked,
+        m_grouped_fp8_gemm_nt_offsets,
+    )
     from .pack_tokens import PackedTokens, pack_tokens
     from .router import router_gate_logits, select_experts
     from .stage_tokens import StagedTokens, stage_tokens
@@ -59,6 +64,7 @@ __all__ = [
     "fp8_gemm_nt",
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
+    "m_grouped_fp8_gemm_nt_offsets",
     "native_available",
     "pack_tokens",
     "plan_slices",
@@ -93,6 +99,7 @@ _attach(
         "fp8_gemm_nt": "fp8_gemm",
         "m_grouped_fp8_gemm_nt_contiguous": "fp8_gemm",
         "m_grouped_fp8_gemm_nt_masked": "fp8_gemm",
+        "m_grouped_fp8_gemm_nt_offsets": "fp8_gemm",
         "PackedTokens": "pack_tokens",
         "pack_tokens": "pack_tokens",
         "router_gate_logits": "router",

@@ -6,12 +6,12 @@ from bi_kernels.runtime.native import NativeLibrary
 
 __all__ = ["NATIVE", "native_available"]
 
-# The three GEMMs are declared in _ops but are not here: on a GPU they are DeepGEMM's, held to a contract.
+# Three of the GEMMs are declared in _ops but are not here: on a GPU they are DeepGEMM's, held to a contract.
 NATIVE = NativeLibrary(
     package="bi-moe-deepep",
     import_name="bi_moe_deepep",
     namespace="bi_moe_deepep",
-    ops=("select_experts", "stage_tokens", "pack_tokens", "combine_ordered"),
+    ops=("select_experts", "stage_tokens", "pack_tokens", "combine_ordered", "m_grouped_fp8_gemm_nt_offsets"),
 )
 
 

@@ -43,6 +43,17 @@ def _masked(
     fp8_gemm.m_grouped_fp8_gemm_nt_masked(q, s, wq, ws, masked_m, out=out)
 
 
+def _offsets(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    s: torch.Tensor,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    offsets: torch.Tensor,
+) -> None:
+    fp8_gemm.m_grouped_fp8_gemm_nt_offsets(q, s, wq, ws, offsets, out=out)
+
+
 def _select_experts(
     weights: torch.Tensor,
     ids: torch.Tensor,
@@ -118,6 +129,7 @@ _OPS = {
         (f"fp8_gemm_nt({_GEMM}) -> ()", _fp8_gemm_nt),
         (f"m_grouped_fp8_gemm_nt_contiguous({_GEMM}, Tensor m_indices) -> ()", _contiguous),
         (f"m_grouped_fp8_gemm_nt_masked({_GEMM}, Tensor masked_m) -> ()", _masked),
+        (f"m_grouped_fp8_gemm_nt_offsets({_GEMM}, Tensor offsets) -> ()", _offsets),
         (
             "select_experts(Tensor(a!) weights, Tensor(b!) ids, Tensor logits, Tensor? bias, Tensor? token_ids, "
             "Tensor? tid2eid, bool renormalize, float routed_scaling_factor) -> ()",

@@ -1,7 +1,8 @@
-"""Block-scaled FP8 GEMMs in DeepGEMM's three layouts: dense, contiguous groups, masked groups.
+"""Block-scaled FP8 GEMMs: DeepGEMM's three layouts (dense, contiguous groups, masked groups), one without padding.
 
-They are *bounded ops*: on a GPU the products are DeepGEMM's (matrix units), held to the contract in
-:mod:`bi_moe_deepep.deep_gemm`; the reference says what that contract must provide. Its rule for one output element:
+They are *bounded ops*: on a GPU three of the products are DeepGEMM's (matrix units), held to the contract in
+:mod:`bi_moe_deepep.deep_gemm`, and the fourth is a kernel that repeats DeepGEMM's arithmetic on Hopper; the reference
+says what that contract must provide. Its rule for one output element:
 for each block of 128 along K, ascending, ``part`` is the exact sum of the block's products rounded to float32, and
 ``acc = acc + part * (s_act * s_weight)``, each operation rounded to float32; one rounding to the output dtype. Scales
 that are powers of two (both formats in use) make the two products exact, so that a fused multiply-add gives the same.
@@ -11,14 +12,22 @@ from __future__ import annotations
 
 import torch
 
-from bi_kernels.runtime.checks import check_tensor, check_value
+from bi_kernels.arch import Arch, detect_arch
+from bi_kernels.runtime.checks import check_rows_aligned, check_tensor, check_value
+from bi_kernels.runtime.errors import UnsupportedArchError
 
 from ._ops import launch
 
-__all__ = ["fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"]
+__all__ = [
+    "fp8_gemm_nt",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
+    "m_grouped_fp8_gemm_nt_offsets",
+]
 
 _BLOCK = 128
 _OUT_DTYPES = (torch.bfloat16, torch.float32)
+_CUDA_EXPERTS = 1024  # of which a block of the kernel keeps a table
 
 
 def fp8_gemm_nt(
@@ -146,6 +155,83 @@ def m_grouped_fp8_gemm_nt_masked(
     out = _output(out, shape, out_dtype, q)
     launch("m_grouped_fp8_gemm_nt_masked", out, q, s, wq, ws, masked_m)
     return out
+
+
+def m_grouped_fp8_gemm_nt_offsets(
+    q: torch.Tensor,
+    s: torch.Tensor,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Grouped product over rows that are sorted by expert and not padded. Bounded op.
+
+    DeepGEMM pads each expert's rows to 128, and a step of few tokens then computes mostly padding. Here an expert's
+    rows start anywhere, and such a step takes as long as reading the weights of the experts that have rows.
+
+    Args:
+        q: ``(R, K)``, float8_e4m3fn, last dim contiguous, K a multiple of 128; on a GPU rows start at multiples of
+            16 bytes.
+        s: ``(R, K / 128)``, float32, any strides.
+        wq: ``(E, N, K)``, float8_e4m3fn, last dim contiguous; on a GPU no gaps between experts, rows aligned likewise,
+            N a multiple of 64, at most 1024 experts.
+        ws: ``(E, ceil(N / 128), K / 128)``, float32, any strides.
+        offsets: ``(E + 1,)``, int32, ascending from 0 to at most R: expert ``e`` has the rows from ``offsets[e]`` up to
+            ``offsets[e + 1]``. A kernel does not look whether it is so; it neither reads nor writes past row R.
+        out: ``(R, N)``, bfloat16, last dim contiguous, written and returned.
+
+    Returns:
+        ``(R, N)`` bfloat16. Rows at or past ``offsets[E]`` are left untouched. NaN is the device's: 0x7fff on a GPU, as
+        in DeepGEMM.
+
+    Raises:
+        ArgumentError: A dtype, shape, stride or device does not fit, or (on a CPU) offsets are no such list. Nothing
+            was written.
+        NativeLibraryError: CUDA tensors, and the compiled kernel is missing.
+        UnsupportedArchError: A GPU other than Hopper: the kernel's matrix instructions are Hopper's.
+
+    Source: DeepGEMM's ``m_grouped_fp8_gemm_nt_contiguous`` and ``sm90_fp8_gemm_1d2d``.
+
+    Invariance:
+        Row ``i`` depends on row ``i`` of ``q`` and ``s`` and on its expert's weights alone, bit for bit; on Hopper it
+        is the row that DeepGEMM's products give with float32 scales.
+    """
+    _check_operands(q, s, wq, ws, rows=("R",), experts=("E",))
+    check_tensor("s", s, dtype=torch.float32)
+    check_tensor("offsets", offsets, dtype=torch.int32, shape=(wq.shape[0] + 1,), device=q.device)
+    shape = (q.shape[0], wq.shape[1])
+    if out is not None:
+        check_tensor(
+            "out", out, dtype=torch.bfloat16, shape=shape, device=q.device, last_dim_contiguous=True, disjoint=True
+        )
+    if q.is_cuda:
+        _check_cuda(q, wq, offsets, out)
+    if out is None:
+        out = torch.empty(shape, dtype=torch.bfloat16, device=q.device)
+    launch("m_grouped_fp8_gemm_nt_offsets", out, q, s, wq, ws, offsets)
+    return out
+
+
+def _check_cuda(q: torch.Tensor, wq: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor | None) -> None:
+    """What the kernel needs beyond what the reference needs."""
+    if detect_arch(q.device) is not Arch.SM90:
+        raise UnsupportedArchError(
+            "m_grouped_fp8_gemm_nt_offsets: expected a GPU of compute capability 9.0, got another one. The kernel is "
+            "built on Hopper's matrix instructions, and no other has been validated. Run on Hopper."
+        )
+    experts, n, _ = wq.shape
+    remedy = "The kernel takes no other; use DeepGEMM's contiguous product."
+    check_value("wq", n > 0 and n % 64 == 0, "N a positive multiple of 64 on a GPU", f"N = {n}", remedy)
+    check_value("wq", 0 < experts <= _CUDA_EXPERTS, f"1 to {_CUDA_EXPERTS} experts on a GPU", experts, remedy)
+    gaps = experts > 1 and wq.stride(0) != n * wq.stride(1)
+    check_value("wq", not gaps, "experts without gaps between them", f"strides {wq.stride()}", "Make it contiguous.")
+    check_value("offsets", offsets.is_contiguous(), "contiguous memory", f"stride {offsets.stride()}", "Copy it.")
+    check_rows_aligned("q", q, 16)
+    check_rows_aligned("wq", wq, 16)
+    if out is not None:
+        check_rows_aligned("out", out, 4)
 
 
 def _check_operands(

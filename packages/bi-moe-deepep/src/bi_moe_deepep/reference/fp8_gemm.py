@@ -7,13 +7,21 @@ summation, hence every BLAS, tile and thread count, gives the same bits, and a p
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from bi_kernels.reference.numerics import canonical_nan, to_bf16
 from bi_kernels.runtime.errors import ArgumentError
 from bi_kernels.scale_format import unpack_ue8m0
 
-__all__ = ["fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"]
+__all__ = [
+    "fp8_gemm_nt",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
+    "m_grouped_fp8_gemm_nt_offsets",
+    "offsets_error_bound",
+]
 
 _BLOCK = 128
 _VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  # of every code
@@ -81,6 +89,55 @@ def m_grouped_fp8_gemm_nt_masked(
             rows = q[expert, :count], s[expert, :count]
             out[expert, :count] = _product(*rows, wq[expert], ws[expert], out.dtype)
     return out
+
+
+def m_grouped_fp8_gemm_nt_offsets(
+    q: torch.Tensor,
+    s: torch.Tensor,
+    wq: torch.Tensor,
+    ws: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Specification of :func:`bi_moe_deepep.m_grouped_fp8_gemm_nt_offsets`."""
+    places = offsets.tolist()
+    if places[0] != 0 or places[-1] > len(q) or places != sorted(places):
+        raise ArgumentError(
+            "offsets", f"ascending numbers from 0 to at most {len(q)}", str(places), "Count each expert's rows."
+        )
+    if out is None:
+        out = torch.empty((q.shape[0], wq.shape[1]), dtype=torch.bfloat16, device=q.device)
+    for expert, (start, stop) in enumerate(itertools.pairwise(places)):
+        if start < stop:
+            rows = slice(start, stop)
+            out[rows] = _product(q[rows], s[rows], wq[expert], ws[expert], out.dtype)
+    return out
+
+
+def offsets_error_bound(q: torch.Tensor, s: torch.Tensor, wq: torch.Tensor, ws: torch.Tensor) -> torch.Tensor:
+    """How far a bfloat16 element of any of the products may be from the exact one: one expert, any device.
+
+    Within a block of 128 a Hopper tensor core adds the 32 products of a step to its accumulator aligned to the largest
+    of them and drops what lies below 13 bits under it: a step errs by at most ``33 * 2**-13`` of the largest magnitude
+    on the way, itself at most the block's sum of magnitudes. Four steps, the scales' product, and a float32 addition
+    per block follow, then one rounding to bfloat16.
+
+    Args:
+        q: ``(M, K)``, float8_e4m3fn.
+        s: ``(M, K / 128)``, float32.
+        wq: ``(N, K)``, float8_e4m3fn.
+        ws: ``(ceil(N / 128), K / 128)``, float32.
+
+    Returns:
+        ``(M, N)`` float64.
+    """
+    groups = q.shape[1] // _BLOCK
+    a = q.double().abs() * s.double().abs().repeat_interleave(_BLOCK, 1)
+    b = wq.double().abs() * ws.double().abs().repeat_interleave(_BLOCK, 0)[: len(wq)].repeat_interleave(_BLOCK, 1)
+    magnitude = a @ b.mT
+    bound = (4 * 33 * 2.0**-13 + (groups + 2) * 2.0**-23) * magnitude + groups * 2.0**-149
+    return bound + 2.0**-8 * (magnitude + bound) + 2.0**-134
 
 
 def _product(q: torch.Tensor, s: torch.Tensor, wq: torch.Tensor, ws: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
