@@ -311,7 +311,8 @@ class _Packed(_Grouped):
         super().__init__(products, n, k, "packed")
 
     def __call__(self, q: torch.Tensor, s: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        return self.compared(q, s, *others, self.packed(q, s, *others))
+        (expert,) = others
+        return self.compared(q, s, expert, self.packed(q, s, expert))
 
     def packed(self, q: torch.Tensor, s: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
         rows = pack_tokens(q, s, expert[:, None], num_experts=_TEST_EXPERTS)
@@ -329,11 +330,12 @@ class _Packed(_Grouped):
 
         The row under test is another expert's, so that only the comparison of all rows shows it.
         """
-        packed = self.packed(q, *others)
-        mine = (others[-1] == _TEST_EXPERTS - 1).nonzero()[:, 0]
+        s, expert = others
+        packed = self.packed(q, s, expert)
+        mine = (expert == _TEST_EXPERTS - 1).nonzero()[:, 0]
         if len(mine) > 64:
             packed.view(torch.int16)[mine[-1]] += 1
-        return self.compared(q, *others, packed)
+        return self.compared(q, s, expert, packed)
 
 
 def _column_major(s: torch.Tensor) -> torch.Tensor:

@@ -215,7 +215,7 @@ def expert_classes() -> tuple[type[Any], type[Any]]:
             activation: Any,
             global_num_experts: int,
             expert_map: torch.Tensor | None,
-            a1q_scale: torch.Tensor | None,
+            a1q_scale: torch.Tensor,
             a2_scale: torch.Tensor | None,
             workspace13: torch.Tensor,
             workspace2: torch.Tensor,
