@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -29,6 +29,7 @@ from .vllm_engine import ENGINES, FIRST, QUICK, Engine
 from .vllm_report import DRAWN, EXTRA_PARTS, merge, merge_quick, print_report, record_of, write_page, write_report
 
 __all__ = [
+    "CHECKPOINTS",
     "ENVIRONMENT",
     "Job",
     "add_arguments",
@@ -55,6 +56,13 @@ ENVIRONMENT: dict[str, str] = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 """What every engine's process gets."""
+
+CHECKPOINTS: dict[str, tuple[str, ...]] = {
+    "a": ("--seed", "1"),
+    "b": ("--seed", "2"),
+    "heads32": ("--seed", "3", "--heads", "32"),
+}
+"""Folders of the checkpoints of size ``tiny``, and what makes each."""
 
 _REMOVED = ("BI_PARTIAL", "VLLM_PLUGINS", "BI_EP_TRANSPORT")
 _FLAG = "VLLM_BATCH_INVARIANT"
@@ -273,13 +281,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the profiles that run vLLM."""
     group = parser.add_argument_group("profiles h100 and h200")
     group.add_argument("--work", type=pathlib.Path, default=pathlib.Path("build") / "aligned_e2e" / "vllm",
-                       help="checkpoints (a, b) and records (parts); kept between invocations")  # fmt: skip
+                       help="checkpoints and records (parts); kept between invocations")  # fmt: skip
     group.add_argument("--parts", type=pathlib.Path, help="where the records are, if not in WORK/parts")
     group.add_argument("--quick", action="store_true", help="quick_alignment_test: one engine, a minute when warm")
     group.add_argument("--merge", action="store_true", help="start nothing, put the records together")
     group.add_argument("--only", action="append", default=[], metavar="PART", help="run only this part; repeatable")
     group.add_argument("--skip", action="append", default=[], metavar="PART", help="do not run this part; repeatable")
-    group.add_argument("--jobs", type=int, default=6, help="parts side by side; 7 to 12 GiB of GPU memory each")
+    group.add_argument("--jobs", type=int, default=6, help="engines side by side; 7 to 12 GiB of GPU memory each")
     group.add_argument("--limit", type=float, default=540, help="seconds for a part")
     group.add_argument("--deadline", type=float, default=1e9, help="seconds for the whole invocation")
 
@@ -304,18 +312,26 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         if unknown:
             console.print(f"parts: expected some of {'; '.join(known)}; got {'; '.join(unknown)}", markup=False)
             return 2
-        _make_checkpoints(weights, say)
         wanted = set(arguments.only or (engines if arguments.quick else known)) - set(arguments.skip)
         chosen = {name: engine for name, engine in engines.items() if name in wanted}
         extra = [name for name in EXTRA_PARTS if name in wanted]
+        needed = {schedule.weights for engine in chosen.values() for schedule in engine.schedules}
+        _make_checkpoints(weights, needed | {name for part in extra for name in EXTRA_PARTS[part].weights}, say)
+        if arguments.quick:  # it is asked for again where something has changed
+            for name in engines:
+                record_of(parts, name).unlink(missing_ok=True)
         deadline = begun + arguments.deadline
         jobs = jobs_of(chosen, weights, parts, limit=arguments.limit, gpus=gpus)
-        groups = [[name for name in extra if not EXTRA_PARTS[name].alone]]
-        groups += [[name] for name in extra if EXTRA_PARTS[name].alone]
-        for group in groups:
+        for group in _groups(extra):
             limit = min(arguments.limit, deadline - time.monotonic())
-            jobs += extra_jobs(group, weights, parts, at_once=arguments.jobs, limit=limit)
-            run_jobs(jobs, at_once=arguments.jobs, deadline=deadline, say=say)
+            many = [name for name in group if EXTRA_PARTS[name].many]
+            # A part that starts engines itself gets its share of them, and takes the place of one.
+            alone = not jobs and group == many
+            share = arguments.jobs if alone else max(1, round(0.4 * arguments.jobs))
+            first = [*many, *(name for name in group if name not in many)]  # these last long
+            jobs = extra_jobs(first, weights, parts, at_once=share, limit=limit) + jobs
+            at_once = arguments.jobs if alone or not many else max(2, arguments.jobs - share + 1)
+            run_jobs(jobs, at_once=at_once, deadline=deadline, say=say)
             jobs = []
     if arguments.quick:
         report = merge_quick(parts, profile=arguments.profile)
@@ -329,13 +345,19 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     return 1 if report["failures"] else 0
 
 
-def _make_checkpoints(weights: pathlib.Path, say: Callable[[str], None]) -> None:
-    """The checkpoints ``a`` and ``b`` of size tiny, side by side, as far as they are not there."""
+def _groups(extra: Sequence[str]) -> list[list[str]]:
+    """Parts that may run beside the engines, and then, one after the other, those that may not."""
+    groups = [[name for name in extra if not EXTRA_PARTS[name].alone]]
+    return groups + [[name] for name in extra if EXTRA_PARTS[name].alone]
+
+
+def _make_checkpoints(weights: pathlib.Path, names: Collection[str], say: Callable[[str], None]) -> None:
+    """The checkpoints of these names, side by side, as far as they are not there."""
     writing = {}
-    for seed, name in enumerate(("a", "b"), start=1):
+    for name in sorted(names):
         if not (weights / name / "model.safetensors.index.json").is_file():  # written last
             command = [sys.executable, "-m", "aligned_e2e.vllm_checkpoint", str(weights / name), "--size", "tiny"]
-            writing[name] = subprocess.Popen([*command, "--seed", str(seed), "--device", "cuda"])
+            writing[name] = subprocess.Popen([*command, *CHECKPOINTS[name], "--device", "cuda"])
     for name, process in writing.items():
         if process.wait(timeout=180):
             raise subprocess.CalledProcessError(process.returncode, process.args)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["NOT_RUN", "Column", "Markup", "bar", "join", "pairs", "table", "tag", "value_or_not_run"]
+__all__ = ["NOT_RUN", "Column", "Markup", "bar", "details", "join", "pairs", "table", "tag", "value_or_not_run"]
 
 
 class Markup(str):
@@ -94,6 +94,11 @@ def _cell(index: int, column: Column, class_: str | None, cell: object) -> Marku
 def pairs(entries: Iterable[tuple[str, object]]) -> Markup:
     """Names and what is known of each."""
     return tag("dl", *(join([tag("dt", name), tag("dd", value_or_not_run(value))]) for name, value in entries))
+
+
+def details(summary: str, body: Markup) -> Markup:
+    """Something that opens when its summary is clicked."""
+    return tag("details", tag("summary", summary), body)
 
 
 def bar(

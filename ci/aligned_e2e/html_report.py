@@ -13,7 +13,8 @@ import pathlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from .html_markup import NOT_RUN, Column, Markup, bar, join, pairs, table, tag, value_or_not_run
+from .html_cost import GOAL_PERCENT, cost
+from .html_markup import NOT_RUN, Column, Markup, details, join, pairs, table, tag, value_or_not_run
 from .report import ReportError
 from .report_view import (
     COUNTERS,
@@ -37,10 +38,7 @@ from .report_view import (
     text,
 )
 
-__all__ = ["GOAL_PERCENT", "main", "render"]
-
-GOAL_PERCENT = 5.0
-"""How much slower than stock vLLM aligned mode may be."""
+__all__ = ["main", "render"]
 
 _STYLE = pathlib.Path(__file__).with_name("html_report.css")
 
@@ -68,7 +66,7 @@ def render(report: Record, *, source: str) -> str:
         ("coverage", "Not vacuous", _coverage(report, cpu)),
     ]
     if not cpu:
-        sections += [("stock", "Where stock vLLM parts", _stock(report)), ("cost", "What it costs", _cost(report))]
+        sections += [("stock", "Where stock vLLM parts", _stock(report)), ("cost", "What it costs", cost(report))]
     sections.append(("faults", "Faults on purpose", _sabotages(report, cpu)))
     if cpu:
         sections.append(("oracle", "A second implementation", _oracle(report)))
@@ -183,9 +181,9 @@ def _provenance(report: Record) -> Markup:
         tag("h3", "Attestation"),
         pairs([("digest", _hash(text(record, "digest"))), ("architecture", text(record, "arch")),
                ("scale format", text(record, "scale_format")), *_libraries(attestations.values())]),
-        _details("Attestation by part", _attested(attestations)) if len(attestations) > 1 else None,
-        _details("Whole attestation", pairs(flat(record))) if record else None,
-        _details("Model", pairs(flat(report.get("model")))) if report.get("model") else None,
+        details("Attestation by part", _attested(attestations)) if len(attestations) > 1 else None,
+        details("Whole attestation", pairs(flat(record))) if record else None,
+        details("Model", pairs(flat(report.get("model")))) if report.get("model") else None,
         _commands(report),
     ])  # fmt: skip
 
@@ -243,16 +241,12 @@ def _commands(report: Record) -> Markup | None:
                 tag("code", _command(p)) if p.get("command") else NOT_RUN))
         for p in parts
     ]  # fmt: skip
-    return _details("Commands", table(columns, rows))
+    return details("Commands", table(columns, rows))
 
 
 def _command(part: Record) -> str:
     command = part["command"]
     return " ".join(map(str, command)) if isinstance(command, list) else str(command)
-
-
-def _details(summary: str, body: Markup) -> Markup:
-    return tag("details", tag("summary", summary), body)
 
 
 def _count(c: Compared) -> Markup:
@@ -282,12 +276,12 @@ def _difference(report: Record, compared: Sequence[Compared]) -> Markup:
     return join([
         tag("p", lead, class_="lead"),
         table((Column("schedule"), *map(Column, engines)), rows, class_="matrix grid") if rows else tag("p", NOT_RUN),
-        tag("h3", "Actors, reload, two GPUs"),
+        tag("h3", "Actors, reload, 32 heads, quick test, two GPUs"),
         table((Column("comparison"), Column("kind"), Column("different")), others, class_="matrix")
         if others else tag("p", NOT_RUN),
         tag("h3", "First differences") if firsts else None,
         pairs((name, tag("code", first) if first else None) for name, first in firsts) if firsts else None,
-        _details("What each schedule did", pairs(did)) if did else None,
+        details("What each schedule did", pairs(did)) if did else None,
     ])  # fmt: skip
 
 
@@ -359,108 +353,6 @@ def _heat_cell(share: float, most: float) -> Markup:
     return tag("td", tag("svg", ground, colour, aria_hidden="true"), tag("span", number), class_=class_)
 
 
-def _cost(report: Record) -> Markup:
-    cost = rows_of(report, "cost")
-    overheads = [x for row in cost if (x := _finite(row, "overhead_percent")) is not None]
-    above = sum(x > GOAL_PERCENT for x in overheads)
-    summary = tag("span", f"{above} of {len(overheads)} workloads are more than {GOAL_PERCENT:g} % slower.",
-                  class_="bad-text" if above else "good-text") if overheads else None  # fmt: skip
-    return join([
-        tag("p", "Stock with the flag off and its faster choice of experts, and aligned, by turns in one run. Bars to "
-            "the right are slower, to the left faster; the dashed line is the goal. ", summary, class_="lead"),
-        _workloads(cost, overheads) if cost else tag("p", NOT_RUN),
-        tag("h3", "GPU time by layer type", tag("span", "stock", class_="key stock"),
-            tag("span", "aligned", class_="key ours")),
-        _paired(rows_of(report, "layers")) if rows_of(report, "layers") else tag("p", NOT_RUN),
-        tag("h3", "Extrapolated to the whole model"),
-        pairs([
-            ("layers", number(report, "extrapolated", "layers")),
-            ("stock", value_or_not_run(number(report, "extrapolated", "stock_us"), "{:,.0f} µs")),
-            ("aligned", value_or_not_run(number(report, "extrapolated", "aligned_us"), "{:,.0f} µs")),
-            ("slower by", value_or_not_run(number(report, "extrapolated", "overhead_percent"), "{:+.1f} %")),
-        ]),
-        tag("h3", "What each op adds or saves, all its calls in one step"),
-        _op_table(rows_of(report, "ops")) if rows_of(report, "ops") else tag("p", NOT_RUN),
-    ])  # fmt: skip
-
-
-def _finite(row: Record, key: str) -> float | None:
-    """A number that can be drawn."""
-    value = number(row, key)
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _workloads(cost: Sequence[Record], overheads: Sequence[float]) -> Markup:
-    low = min([*overheads, 0.0]) * 1.1
-    high = max([*overheads, GOAL_PERCENT]) * 1.1
-    columns = (Column("workload"), Column("batch", number=True), Column("stock tok/s", number=True),
-               Column("aligned tok/s", number=True), Column("slower by", number=True), Column("", wide=True),
-               Column("stock's experts"))  # fmt: skip
-    rows = []
-    for row in cost:
-        overhead = number(row, "overhead_percent")
-        state = None if overhead is None else "good" if overhead <= GOAL_PERCENT else "bad"  # NaN is bad
-        name = value_or_not_run(text(row, "workload"))
-        said = value_or_not_run(overhead, "{:+.1f} %")
-        cells = (
-            name, value_or_not_run(number(row, "batch")), value_or_not_run(number(row, "stock_tok_s"), "{:,.0f}"),
-            value_or_not_run(number(row, "aligned_tok_s"), "{:,.0f}"),
-            tag("span", said, class_="bad-text") if state == "bad" else said,
-            None if state is None or (ends := _finite(row, "overhead_percent")) is None else
-            bar(ends, low, high, class_=state, label=f"{overhead:+.1f} %", marks={"goal": GOAL_PERCENT}),
-            value_or_not_run(text(row, "stock_baseline")),
-        )  # fmt: skip
-        rows.append((None, cells))
-    return table(columns, rows)
-
-
-def _paired(layers: Sequence[Record]) -> Markup:
-    times = [x for row in layers for key in ("stock_us", "aligned_us") if (x := _finite(row, key)) is not None]
-    most = max([*times, 0.0]) or 1.0
-    columns = (Column("layer type"), Column("stock µs", number=True), Column("aligned µs", number=True),
-               Column("", wide=True))  # fmt: skip
-    rows = []
-    for row in layers:
-        stock, aligned = number(row, "stock_us"), number(row, "aligned_us")
-        bars = [
-            bar(x, 0.0, most, class_=class_, label=f"{x:,.1f} µs")
-            for x, class_ in ((stock, "stock"), (aligned, "ours"))
-            if x is not None and math.isfinite(x)
-        ]
-        name = value_or_not_run(text(row, "layer_type"))
-        rows.append(
-            (None, (name, value_or_not_run(stock, "{:,.1f}"), value_or_not_run(aligned, "{:,.1f}"), join(bars)))
-        )
-    return table(columns, rows)
-
-
-def _op_table(ops: Sequence[Record]) -> Markup:
-    def adds(row: Record) -> float | None:
-        stock, aligned = (_finite(row, key) for key in ("stock_us", "aligned_us"))
-        return None if stock is None or aligned is None else aligned - stock
-
-    added = [x for row in ops if (x := adds(row)) is not None]
-    low, high = min([*added, 0.0]) * 1.1, max([*added, 0.0]) * 1.1
-    columns = (Column("op"), Column("calls", number=True), Column("stock µs", number=True),
-               Column("aligned µs", number=True), Column("adds µs", number=True), Column("", wide=True))  # fmt: skip
-    rows = []
-    for row in sorted(ops, key=lambda row: -abs(adds(row) or 0.0)):
-        more = adds(row)
-        chart = None
-        if more is not None and high > low:
-            chart = bar(more, low, high, class_="more" if more > 0 else "less", label=f"{more:+,.1f} µs")
-        cells = (
-            value_or_not_run(text(row, "op")),
-            value_or_not_run(number(row, "calls")),
-            value_or_not_run(number(row, "stock_us"), "{:,.1f}"),
-            value_or_not_run(number(row, "aligned_us"), "{:,.1f}"),
-            value_or_not_run(more, "{:+,.1f}"),
-            chart,
-        )
-        rows.append((None, cells))  # fmt: skip
-    return table(columns, rows)
-
-
 def _sabotages(report: Record, cpu: bool) -> Markup:
     faults = rows_of(report, "sabotages")
     lead = tag("p", "One fault at a time, on the rollout's side only; each must be caught in the way that was said "
@@ -522,6 +414,10 @@ def _preview(report: Record, compared: Sequence[Compared], cpu: bool) -> Markup:
         return run if report.get("profile") == name and total else NOT_RUN
 
     single = join([NOT_RUN, "; here one machine, ", run]) if total and not cpu else NOT_RUN
+    quick = next((c for c in compared if c.kind == "quick test" and c.state != "open"), None)
+    tested = run if report.get("quick") and total else NOT_RUN
+    if quick is not None:
+        tested = f"{quick.different:,} of {quick.compared:,} compared tokens different"
     plan = (
         ("Run the batch-invariant kernel contract and large-tensor offset tests.", suite("bi-kernels")),
         ("Run deterministic sparse top-k tie/order tests.", suite("bi-sparse-attn")),
@@ -538,8 +434,7 @@ def _preview(report: Record, compared: Sequence[Compared], cpu: bool) -> Markup:
     results = (
         ("image digest", join(["no image; attestation ", _hash(text(record, "digest"))])),
         ("verl recipe PR", NOT_RUN),
-        ("quick alignment test", join(["verl's: ", NOT_RUN, "; of this repository: ",
-                                       run if report.get("quick") and total else NOT_RUN])),
+        ("quick alignment test", join(["verl's: ", NOT_RUN, "; of this repository: ", tested])),
         ("H100 64-GPU aligned run", single),
         ("GB200 32-GPU aligned run", NOT_RUN),
     )  # fmt: skip

@@ -119,6 +119,8 @@ def relabel(graph: Sequence[Kernel], eager: Sequence[Kernel], graph_steps: int, 
 
     A graph's launch says nothing about layers. But a step launches the same kernels either way, so that the n-th kernel
     of a name is the n-th of that name in the other. Names that occur another number of times in a step stay ``other``.
+    What a replayed step launches outside of its graph (the head, the sampler) has ranges of its own and keeps them, and
+    takes no part in the counting: router, compressors and lm_head may share one kernel.
 
     Args:
         graph: Kernels of ``graph_steps`` replayed steps.
@@ -127,12 +129,17 @@ def relabel(graph: Sequence[Kernel], eager: Sequence[Kernel], graph_steps: int, 
         eager_steps: See ``eager``.
     """
     ranges: defaultdict[str, list[tuple[int | None, str]]] = defaultdict(list)
+    named = {(kernel.layer, kernel.op) for kernel in graph if kernel.op != _OTHER}
     for kernel in eager:
-        ranges[kernel.name].append((kernel.layer, kernel.op))
-    total = Counter(kernel.name for kernel in graph)
+        if (kernel.layer, kernel.op) not in named:
+            ranges[kernel.name].append((kernel.layer, kernel.op))
+    total = Counter(kernel.name for kernel in graph if kernel.op == _OTHER)
     seen: Counter[str] = Counter()
     result = []
     for kernel in graph:
+        if kernel.op != _OTHER:
+            result.append(kernel)
+            continue
         known = ranges[kernel.name]
         if len(known) * graph_steps == total[kernel.name] * eager_steps and len(known) % eager_steps == 0:
             layer, op = known[seen[kernel.name] % (len(known) // eager_steps)]
@@ -180,10 +187,13 @@ def forward_us(times: Iterable[OpTime]) -> float:
     return sum(time.us for time in times if time.op not in (*HEAD_OPS, _OTHER))
 
 
-def extrapolate(times: Sequence[OpTime], ratios: Sequence[int], vocabulary: int, measured_us: float) -> float | None:
-    """Microseconds of a step of DeepSeek-V4-Flash's 43 layers and vocabulary; None if a layer type's are missing.
+def extrapolate(
+    times: Sequence[OpTime], ratios: Sequence[int], vocabulary: int, measured_us: float
+) -> dict[str, float] | None:
+    """Microseconds of a step of DeepSeek-V4-Flash's 43 layers and vocabulary, by part; None if a layer type is missing.
 
     Layers take what was measured without a profiler, gaps between kernels included, in the proportions of the profile.
+    Everything else runs once, however many layers there are; what grows with the vocabulary is scaled to Flash's.
 
     Args:
         times: Of one step.
@@ -194,11 +204,13 @@ def extrapolate(times: Sequence[OpTime], ratios: Sequence[int], vocabulary: int,
     layers, busy = layer_times(times, ratios), forward_us(times)
     if not busy or any(LAYER_TYPES[ratio] not in layers for ratio in FLASH_RATIOS):
         return None
-    once = [time for time in times if time.layer is None]
-    forward = sum(layers[LAYER_TYPES[ratio]] for ratio in FLASH_RATIOS) + forward_us(once)
-    head = sum(time.us for time in once if time.op in HEAD_OPS) * FLASH_VOCABULARY / vocabulary
-    other = sum(time.us for time in once if time.op == _OTHER)
-    return forward * measured_us / busy + head + other
+    gaps = measured_us / busy
+    parts = {"layers": gaps * sum(layers[LAYER_TYPES[ratio]] for ratio in FLASH_RATIOS)}
+    for time in times:
+        if time.layer is None:
+            scale = FLASH_VOCABULARY / vocabulary if time.op in HEAD_OPS else 1.0 if time.op == _OTHER else gaps
+            parts[time.op] = parts.get(time.op, 0.0) + scale * time.us
+    return parts
 
 
 def compare_layers(stock: Mapping[str, float], aligned: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ _KINDS = {
     "rollout": "schedules of the same requests",
     "actor": "actors",
     "reload": "weight reload",
+    "32 heads": "checkpoint with 32 heads",
     "two GPUs": "two GPUs",
 }
 
@@ -47,10 +48,12 @@ def block(report: Record | None) -> str:
     cost = rows_of(report, "cost")
     if not cost:
         return "\n".join([*lines, "Speed against stock vLLM: not run.", ""])
-    lines += [_row("tokens/s", "batch", "stock", "aligned", "slower by"), _row("---", "--:", "--:", "--:", "--:")]
+    lines += [_row("tokens/s", "batch", "stock", "aligned", "slower by", "GPU time of the model")]
+    lines += [_row("---", "--:", "--:", "--:", "--:", "--:")]
     for row in cost:
         rates = (_shown(number(row, key)) for key in ("batch", "stock_tok_s", "aligned_tok_s"))
-        lines.append(_row(text(row, "workload") or "-", *rates, _percent(number(row, "overhead_percent"))))
+        slower = (_percent(number(row, key)) for key in ("overhead_percent", "forward_overhead_percent"))
+        lines.append(_row(text(row, "workload") or "-", *rates, *slower))
     return "\n".join([*lines, ""])
 
 

@@ -47,6 +47,7 @@ PARTS = {
     "runs": "rollout schedules",
     "actors": "actors",
     "reload": "weight reload",
+    "heads": "a checkpoint with 32 heads",
     "two_gpus": "two GPUs: expert parallelism, an idle rank",
     "sabotages": "faults on purpose",
     "off": "flag unset: logits of an install without us",
@@ -72,7 +73,7 @@ _ACTORS = {
 }
 _QUICK_PARTS = {"runs": "an engine against its own recomputation", "failures": "the list of failures"}
 PART_OF = {
-    **{"layers": "cost", "ops": "cost", "extrapolated": "cost", "sabotages": "sabotage"},
+    **{"layers": "cost", "ops": "cost", "extrapolated": "cost", "sabotages": "sabotage", "heads": "32 heads"},
     **{_ACTORS["a"]: "actor", _ACTORS["b"]: "actor b"},
 }
 """What a report's own list of what was not run calls the part that these belong to, where that is another name."""
@@ -196,6 +197,10 @@ def comparisons(report: Record) -> Iterator[Compared]:
         yield read("reload", text(row, "name") or "unnamed", row)
     if not steps and at(report, "reload", "tokens_compared") is not None:
         yield read("reload", "new weights and the old ones again, graphs kept", mapping(report, "reload"))
+    for row in rows_of(report, "heads", "steps"):
+        yield read("32 heads", text(row, "name") or "unnamed", row)
+    if quick := mapping(report, "quick_test"):
+        yield read("quick test", text(quick, "name") or "unnamed", quick)
     for row in rows_of(report, "two_gpus"):
         yield read("two GPUs", text(row, "name") or "unnamed", row)
 

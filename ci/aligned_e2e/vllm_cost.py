@@ -2,9 +2,10 @@
 
 ``python -m aligned_e2e.vllm_cost --checkpoint DIR --parts DIR [--limit SECONDS]``. Stock is vLLM with the flag off and
 no plug-in, once with its own choice of expert kernels and once with DeepGEMM's; the faster of the two in a workload is
-its baseline. All engines live at once and only one works at a time; a workload goes around them several times, and
-medians count. Then each side runs a few steps under a profiler, which gives GPU time by layer type and op and, from
-that, the time of a step of all 43 layers of DeepSeek-V4-Flash.
+its baseline. All engines live at once and only one works at a time, while the others sleep; a workload goes around them
+many times, forwards and backwards, in short turns of which the first steps do not count. Medians are reported, and how
+far turns were apart. Then each side runs a few steps under a profiler, which gives GPU time by layer type and op and,
+from that, the time of a step of all 43 layers of DeepSeek-V4-Flash.
 
 The checkpoint is generated if it is not there, while the kernels that need minutes to compile in one process are
 compiled in many. ``PARTS/cost.json`` is written after every workload, so that whatever was measured before ``--limit``
@@ -90,6 +91,7 @@ class Workload:
         batch: Requests that decode, or prompts of one step.
         length: Tokens of a new prompt; 0 for none.
         steps: Steps of one turn.
+        warm: Steps before them that do not count.
         profiled: Whether the profiler looks at it too.
     """
 
@@ -98,6 +100,7 @@ class Workload:
     batch: int
     length: int
     steps: int
+    warm: int = 1
     profiled: bool = False
 
     @property
@@ -111,18 +114,20 @@ CONTEXT = 4096
 
 # Largest batch first: one filling serves all, and requests are dropped on the way down.
 WORKLOADS = (
-    Workload("decode", "decode", 128, 0, 24, profiled=True),
-    Workload("decode", "decode", 32, 0, 24, profiled=True),
+    Workload("decode", "decode", 128, 0, 16, warm=4, profiled=True),
+    Workload("decode", "decode", 32, 0, 24, warm=8, profiled=True),
     Workload("mixed: one 2k prompt a step", "mixed", 32, 2048, 6),
-    Workload("decode", "decode", 8, 0, 32),
-    Workload("decode", "decode", 1, 0, 32, profiled=True),
-    Workload("prefill 1k", "prefill", 1, 1024, 8),
+    Workload("decode", "decode", 8, 0, 32, warm=8, profiled=True),
+    Workload("decode", "decode", 1, 0, 32, warm=8, profiled=True),
+    Workload("prefill 1k", "prefill", 1, 1024, 8, warm=2, profiled=True),
     Workload("prefill 1k", "prefill", 8, 1024, 3),
     Workload("prefill 8k", "prefill", 1, 8192, 3, profiled=True),
 )
 _MAIN = ("decode", 32)  # whose profile is the record's ``layers``, ``ops`` and ``extrapolated``
 
-ROUNDS = 7
+ROUNDS = 24  # as far as the time goes; even, so that each side goes first as often as last
+_FEWEST = 4
+_PROFILE = 4.0  # seconds that are kept for the profile of a workload
 _MEASURING = 90.0  # seconds that are kept for measuring when an engine does not get ready
 _TURN = 90.0  # no answer takes longer than that, but a start
 _HEAD_START = 45.0  # of those that compile: an engine loads weights for about as long before it needs them
@@ -228,7 +233,7 @@ class Child:
 
 
 def measure_all(engines: dict[str, Engine], clock: Clock, record: dict[str, Any], save: Callable[[], None]) -> None:
-    """Every workload on every side, by turns; a side that fails is dropped.
+    """Every workload on every side, by turns that go forwards and backwards; a side that fails is dropped.
 
     Args:
         engines: By side; changed when one fails.
@@ -264,10 +269,13 @@ def measure_all(engines: dict[str, Engine], clock: Clock, record: dict[str, Any]
             each("dropping requests", "keep", count=workload.batch if workload.kind == "decode" else 0)
         each(what, "measure", **workload.arguments, steps=2)  # compiles what is new
         turns: dict[str, list[dict[str, Any]]] = {side: [] for side in engines}
+        until = clock.spent() + share_of(workload, clock.left())
+        arguments = workload.arguments | {"steps": workload.steps, "warm": workload.warm}
         for done in range(ROUNDS):
-            if done >= 3 and clock.left() < _MEASURING / 3:
+            if done >= _FEWEST and done % 2 == 0 and clock.spent() > until:
                 break
-            for side, turn in each(what, "measure", **workload.arguments, steps=workload.steps).items():
+            order = tuple(SIDES) if done % 2 == 0 else tuple(SIDES)[::-1]
+            for side, turn in each(what, "measure", order, **arguments).items():
                 turns[side].append(turn)
         row = cost_row(workload, turns)
         record["cost"].append(row)
@@ -277,8 +285,8 @@ def measure_all(engines: dict[str, Engine], clock: Clock, record: dict[str, Any]
             continue
         sides = (row["stock_baseline"], _ALIGNED)
         times: dict[str, list[OpTime]] = {}
-        if clock.left() > 25:
-            arguments = workload.arguments | {"steps": min(4, workload.steps)}
+        if clock.left() > _PROFILE:
+            arguments = workload.arguments | {"steps": min(8, workload.steps)}
             times = each(f"profile of {what}", "profile", sides, **arguments)
         if len(times) < 2:
             record["not_run"].append({"what": f"profile of {what}", "why": "no time left, or a side is missing"})
@@ -287,6 +295,14 @@ def measure_all(engines: dict[str, Engine], clock: Clock, record: dict[str, Any]
         save()
     if clock.left() > 5:
         copy()
+        record["waited"] = each("waiting", "waited")
+
+
+def share_of(workload: Workload, left: float) -> float:
+    """Seconds for the turns of a workload, of those that are left for it and all that come after it."""
+    after = WORKLOADS[WORKLOADS.index(workload) :]
+    profiles = _PROFILE * sum(other.profiled for other in after)
+    return max(0.0, left - profiles) / len(after)
 
 
 def cost_row(workload: Workload, turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
@@ -299,6 +315,9 @@ def cost_row(workload: Workload, turns: Mapping[str, Sequence[Mapping[str, Any]]
     forward = {side: statistics.median(t["forward_us"] for t in turns[side]) for side in speed}
     stock = max((side for side in speed if side != _ALIGNED), key=lambda side: speed[side], default=None)
     both = stock is not None and _ALIGNED in speed
+    rates = {side: [turn["tokens"] / turn["seconds"] for turn in turns[side]] for side in speed}
+    pairs = zip(rates[stock], rates[_ALIGNED], strict=False) if stock and both else ()
+    by_round = [100 * (theirs / ours - 1) for theirs, ours in pairs]
     return {
         "workload": workload.name,
         "batch": workload.batch,
@@ -309,6 +328,9 @@ def cost_row(workload: Workload, turns: Mapping[str, Sequence[Mapping[str, Any]]
         "stock_forward_us": round(forward[stock], 1) if stock else None,
         "aligned_forward_us": round(forward[_ALIGNED], 1) if _ALIGNED in forward else None,
         "forward_overhead_percent": overhead_percent(forward[stock], forward[_ALIGNED]) if stock and both else None,
+        "stock_spread": _spread(rates[stock]) if stock else None,
+        "aligned_spread": _spread(rates[_ALIGNED]) if _ALIGNED in rates else None,
+        "overhead_spread": _spread(by_round) if by_round else None,
         "turns": {
             side: [round(turn["tokens"] / turn["seconds"], 1) for turn in side_turns]
             for side, side_turns in turns.items()
@@ -316,6 +338,11 @@ def cost_row(workload: Workload, turns: Mapping[str, Sequence[Mapping[str, Any]]
         "modes": {side: side_turns[-1]["modes"] for side, side_turns in turns.items() if side_turns},
         "forwards": {side: side_turns[-1]["forwards"] for side, side_turns in turns.items() if side_turns},
     }
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    """Least, median and most."""
+    return [round(value, 2) for value in (min(values), statistics.median(values), max(values))]
 
 
 def _add_profile(
@@ -354,16 +381,25 @@ def summarise(
         measured_us: GPU time of the model's forward without a profiler, on both sides.
     """
     sides = (stock, aligned)
-    whole = [extrapolate(times, ratios, vocabulary, us) for times, us in zip(sides, measured_us, strict=True)]
+    parts = [extrapolate(times, ratios, vocabulary, us) or {} for times, us in zip(sides, measured_us, strict=True)]
+    whole = [sum(found.values()) for found in parts]
     return {
         "layers": compare_layers(layer_times(stock, ratios), layer_times(aligned, ratios)),
         "ops": compare_ops(stock, aligned),
         "forward_busy_us": [round(forward_us(times), 1) for times in sides],
         "extrapolated": {
             "layers": len(FLASH_RATIOS),
-            "stock_us": whole[0] and round(whole[0], 1),
-            "aligned_us": whole[1] and round(whole[1], 1),
-            "overhead_percent": overhead_percent(whole[0], whole[1]) if whole[0] and whole[1] else None,
+            "stock_us": round(whole[0], 1) or None,
+            "aligned_us": round(whole[1], 1) or None,
+            "overhead_percent": overhead_percent(whole[0], whole[1]) if all(whole) else None,
+            "parts": [
+                {
+                    "part": name,
+                    "stock_us": round(parts[0].get(name, 0), 1),
+                    "aligned_us": round(parts[1].get(name, 0), 1),
+                }
+                for name in dict.fromkeys(name for found in parts for name in found)
+            ],
         },
     }
 
@@ -439,7 +475,7 @@ def prepare(
     """
     generator = None
     if not (checkpoint / "model.safetensors.index.json").is_file():
-        command = ["aligned_e2e.vllm_checkpoint", str(checkpoint), "--size", size, "--device", "cuda"]
+        command = ["aligned_e2e.vllm_checkpoint", str(checkpoint), "--size", size, "--device", "cuda", "--jobs", "5"]
         generator = _start(command, parts / "cost-checkpoint.log")
         processes["checkpoint"] = generator
     compilers = {" ".join(job[1:]): _start(job, parts / f"cost-compile-{'-'.join(job[1:])}.log") for job in _jobs()}
@@ -484,13 +520,14 @@ def start(children: dict[str, Child], checkpoint: Path, clock: Clock, record: di
                 child.send("start", checkpoint=str(checkpoint), settings=dict(SIDES[name].settings))
                 continue
             del waiting[name]
-            shown = {key: value for key, value in answer.items() if key != "attestation"}
+            shown = {key: value for key, value in answer.items() if key != "header"}
             print(f"[{clock.spent():5.0f} s] {name} is ready: {json.dumps(shown)}", flush=True)
-            record["sides"][name] = {key: answer[key] for key in ("start_seconds", "experts", "attention", "gpu_gib")}
+            told = ("start_seconds", "experts", "attention", "async_scheduling", "gpu_gib")
+            record["sides"][name] = {key: answer[key] for key in told}
             record["model"] = {"ratios": answer["ratios"], "vocabulary": answer["vocabulary"]}
-            for key in ("gpu", "versions", "attestation"):
-                if key in answer:
-                    record[key] = answer[key]
+            if "header" in answer:
+                about = answer["header"]
+                record |= {key: about[key] for key in ("gpu", "gpus", "versions", "attestation")}
         if _ALIGNED not in children or len(children) < 2:
             raise SideError(f"nothing to compare: {', '.join(children) or 'no engine'} alone is left")
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import gc
 import importlib
 import json
 import os
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from .kernel_times import Kernel, OpTime, kernels, label, op_times, relabel
+from .vllm_engine import header
 
 __all__ = ["SETTINGS", "CostEngine", "activate_untested", "compile_mhc", "compile_product", "main", "serve"]
 
@@ -40,13 +42,12 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 128,
     # Three engines share the GPU, and each is told the size of its cache.
     "gpu_memory_utilization": 0.2,
-    "kv_cache_memory_bytes": 4 << 30,
+    "kv_cache_memory_bytes": 6 << 30,
     "enable_prefix_caching": False,
-    "async_scheduling": False,
     "seed": 0,
     "compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 128]},
 }
-"""Arguments of ``vllm.LLM``, the same for every engine."""
+"""Arguments of ``vllm.LLM``, the same for every engine. Scheduling is as vLLM has it by default, asynchronous."""
 
 TOKENS_OF_A_STEP = (1, 8, 32, 128, 1024, 2048, 2080, 8192)
 """Numbers of tokens in a step of the workloads. Others would cost stock vLLM some ten seconds of compiling each."""
@@ -96,7 +97,7 @@ class CostEngine:
 
         # It compiles for hundreds of shapes; those of the workloads run before they are timed.
         gpu_worker.kernel_warmup = lambda worker: None
-        started = time.monotonic()
+        self.started = started = time.monotonic()
         self.llm = LLM(model=checkpoint, **(SETTINGS | settings))
         self.start_seconds = round(time.monotonic() - started, 1)
         self.aligned = aligned
@@ -116,9 +117,6 @@ class CostEngine:
         """What was started: versions, expert kernels, layer types, memory; and, with the hooks, the attestation."""
         import torch
 
-        import bi_kernels
-        from bi_kernels.runtime.packages import distribution_version
-
         free, total = torch.cuda.mem_get_info()
         method = self._layers()[0].ffn.experts.routed_experts.quant_method
         found = {
@@ -127,13 +125,12 @@ class CostEngine:
             "ratios": [0 if layer.attn.compress_ratio == 1 else layer.attn.compress_ratio for layer in self._layers()],
             "experts": f"{getattr(method, 'fp8_backend', None)}, {getattr(method, 'experts_cls', None)}",
             "attention": type(self._layers()[0].attn).__name__,
-            "gpu": torch.cuda.get_device_name(),
+            "async_scheduling": self.engine.vllm_config.scheduler_config.async_scheduling,
             "gpu_gib": round((total - free) / 2**30, 1),
-            "versions": {name: distribution_version(name) for name in ("torch", "vllm", "triton")},
         }
         if self.aligned:
             os.environ.pop("VLLM_PLUGINS", None)  # it was for vLLM's own processes, and is part of the attestation
-            found["attestation"] = json.loads(bi_kernels.attest().to_json())
+            found["header"] = header("cost", self.started, hooks="inert")  # contracts and self-tests were left out
         return found
 
     def copy_gb_s(self) -> float:
@@ -149,11 +146,14 @@ class CostEngine:
 
     def fill(self, count: int, length: int) -> int:
         """Have ``count`` requests decoding, by prompts of ``length`` tokens, as many a step as give 8,192 tokens."""
+        waiting: set[str] = set()
         while len(self.running) < count:
             group = min(max(1, 8192 // length), count - len(self.running))
-            names = [self._add(length, _LONG) for _ in range(group)]
+            names = [self._add(self._tokens(length), _LONG) for _ in range(group)]
             self.running += names
-            self._step_until(names, finished=False)
+            waiting |= set(names)
+            self._step(waiting, finished=False)
+        self._step_until(waiting, finished=False)
         return len(self.running)
 
     def keep(self, count: int) -> int:
@@ -163,8 +163,11 @@ class CostEngine:
         self.engine.step()
         return len(self.running)
 
-    def measure(self, kind: str, batch: int, length: int, steps: int) -> dict[str, Any]:
+    def measure(self, kind: str, batch: int, length: int, steps: int, warm: int = 0) -> dict[str, Any]:
         """Run ``steps`` steps and time them.
+
+        The clock runs from a GPU that has done everything to the next such moment. With asynchronous scheduling the
+        outputs of a step are handled during the next, so that as many are handled as steps were launched.
 
         Args:
             kind: ``decode``: a token for each of the ``batch`` running requests. ``prefill``: ``batch`` new prompts in
@@ -172,35 +175,45 @@ class CostEngine:
             batch: See ``kind``.
             length: Tokens of a new prompt.
             steps: Number of steps.
+            warm: Steps before them that are not timed: this engine has slept while others had the GPU.
 
         Returns:
-            ``tokens``, ``seconds`` (of the whole steps), ``forward_us`` (GPU time of the model's forward alone, per
-            step), ``forwards`` (per step; 1 unless prompts were cut) and ``modes`` (steps by graph mode).
+            ``tokens``, ``seconds`` (of the whole steps, new requests included), ``forward_us`` (GPU time of the model's
+            forward alone, per step), ``forwards`` (per step; 1 unless prompts were cut) and ``modes`` (steps by graph
+            mode).
         """
         import torch
 
         if kind != "prefill" and len(self.running) != batch:
             raise RuntimeError(f"{kind}: expected {batch} running requests, got {len(self.running)}")
         new = {"decode": 0, "prefill": batch, "mixed": 1}[kind]
-        self._forwards.clear()
-        self.modes.clear()
-        seconds = 0.0
-        torch.cuda.synchronize()
-        for _ in range(steps):
-            names = [self._add(length, 1) for _ in range(new)]
-            started = time.perf_counter()
-            self._step_until(names, finished=True)
+        prompts = [[self._tokens(length) for _ in range(new)] for _ in range(warm + steps)]
+        waiting: set[str] = set()
+        gc.collect()
+        gc.disable()
+        try:
+            for number, group in enumerate(prompts):
+                if number == warm:
+                    torch.cuda.synchronize()
+                    self._forwards.clear()
+                    self.modes.clear()
+                    started = time.perf_counter()
+                waiting |= {self._add(tokens, 1) for tokens in group}
+                self._step(waiting, finished=True)
             torch.cuda.synchronize()
-            seconds += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+        finally:
+            gc.enable()
         us = [1e3 * start.elapsed_time(end) for start, end in self._forwards]
-        tokens = steps * (new * length + (0 if kind == "prefill" else batch))
-        return {
-            "tokens": tokens,
+        found = {
+            "tokens": steps * (new * length + (0 if kind == "prefill" else batch)),
             "seconds": seconds,
             "forward_us": sum(us) / steps,
             "forwards": len(us) / steps,
             "modes": dict(self.modes),
         }
+        self._step_until(waiting, finished=True)
+        return found
 
     def profile(self, kind: str, batch: int, length: int, steps: int) -> list[OpTime]:
         """GPU time by layer and op, per step; arguments as for :meth:`measure`.
@@ -215,9 +228,9 @@ class CostEngine:
                 found = self._trace(kind, batch, length, steps)
         finally:
             self._eager = False
-        self.measure(kind, batch, length, 1)
-        if "NONE" not in self.modes:
-            replayed = self._trace(kind, batch, length, steps)
+        if "NONE" not in self.measure(kind, batch, length, 1)["modes"]:
+            with self._ranges():
+                replayed = self._trace(kind, batch, length, steps)
             if 2 * len(replayed) > len(found):  # not every driver lets a profiler see into graphs
                 found = relabel(replayed, found, steps, steps)
         return op_times(found, steps)
@@ -235,13 +248,15 @@ class CostEngine:
     def _layers(self) -> list[Any]:
         return list(self.model.model.layers)
 
-    def _add(self, length: int, max_tokens: int) -> str:
+    def _tokens(self, length: int) -> list[int]:
+        return self._random.choices(range(_VOCABULARY_START, self.vocabulary), k=length)
+
+    def _add(self, tokens: list[int], max_tokens: int) -> str:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         name = f"r{self._number}"
         self._number += 1
-        tokens = self._random.choices(range(_VOCABULARY_START, self.vocabulary), k=length)
         parameters = SamplingParams(
             temperature=1.0,
             max_tokens=max_tokens,
@@ -253,14 +268,16 @@ class CostEngine:
         self.engine.add_request(name, {"type": "token", "prompt_token_ids": tokens}, parameters)
         return name
 
-    def _step_until(self, names: Sequence[str], *, finished: bool) -> None:
-        """Step once, and on until each of ``names`` has drawn a token, or has finished."""
-        waiting = set(names)
+    def _step(self, waiting: set[str], *, finished: bool) -> None:
+        """Step once; takes out of ``waiting`` who has finished or, without ``finished``, has drawn a token."""
+        waiting -= {output.request_id for output in self.engine.step() if output.finished or not finished}
+
+    def _step_until(self, waiting: set[str], *, finished: bool) -> None:
+        """Step until nobody is left waiting."""
         for _ in range(64):
-            outputs = self.engine.step()
-            waiting -= {output.request_id for output in outputs if output.finished or not finished}
             if not waiting:
                 return
+            self._step(waiting, finished=finished)
         raise RuntimeError(f"no end of {sorted(waiting)} after 64 steps")
 
     def _watch(self) -> None:
@@ -348,11 +365,14 @@ def _in_range(function: Callable[..., Any], range_name: str) -> Callable[..., An
 def serve(connection: Connection, make_engine: Callable[..., Any]) -> None:
     """Answer commands until ``stop`` or until nobody is there.
 
-    A command is ``(name, arguments)``: ``start`` makes the engine, and every other one is a method of it. The answer is
+    A command is ``(name, arguments)``: ``start`` makes the engine, ``waited`` asks for the seconds spent waiting for
+    commands since then, and those of any core meanwhile; every other one is a method of the engine. The answer is
     ``("ok", result)`` or ``("error", message)``.
     """
     engine = None
+    waited = {"seconds": 0.0, "core_seconds": 0.0}
     while True:
+        before = time.monotonic(), time.process_time()
         try:
             name, arguments = connection.recv()
         except EOFError:
@@ -360,10 +380,15 @@ def serve(connection: Connection, make_engine: Callable[..., Any]) -> None:
         if name == "stop":
             return
         started = time.monotonic()
+        if engine is not None:
+            waited["seconds"] += started - before[0]
+            waited["core_seconds"] += time.process_time() - before[1]
         try:
-            if name == "start":
+            if name == "waited":
+                answer: tuple[str, Any] = ("ok", dict(waited))
+            elif name == "start":
                 engine = make_engine(**arguments)
-                answer: tuple[str, Any] = ("ok", engine.describe())
+                answer = ("ok", engine.describe())
             else:
                 answer = ("ok", getattr(engine, name)(**arguments))
         except Exception as error:

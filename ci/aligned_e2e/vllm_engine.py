@@ -25,7 +25,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -76,7 +76,7 @@ class Schedule:
     at_once: int | None = None
     recompute: Literal["", "own", "first"] = ""
     preempt_every: int = 0
-    weights: Literal["a", "b"] = "a"
+    weights: Literal["a", "b", "heads32"] = "a"
     idle: bool = False
 
 
@@ -131,7 +131,7 @@ _SMALL: dict[str, Any] = {"requests": 24, "max_tokens": 32}
 FIRST = "graphs"
 """The engine whose first schedule all others are compared with, and whose tokens the actors recompute."""
 
-# The longest first: they are started in this order.
+# Those that last long, or compile what no cache has, come first: they are started in this order.
 ENGINES: dict[str, Engine] = {
     FIRST: Engine(
         {},
@@ -142,34 +142,16 @@ ENGINES: dict[str, Engine] = {
             Schedule("alone", at_once=1),
         ),
     ),
-    "actor": Engine(
-        {"enforce_eager": True, "max_num_batched_tokens": 2048}, (Schedule("actor a", recompute="first"),)
-    ),
-    "small budget": Engine(
-        {"enforce_eager": True, "max_num_batched_tokens": 160, "max_num_seqs": 32}, (Schedule("small budget, eager"),)
-    ),
-    "piecewise": Engine(
-        {
-            "max_num_batched_tokens": 512,
-            "compilation_config": {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [*GRAPH_SIZES, 256, 512]},
-        },
-        (Schedule("piecewise graphs", order_seed=3),),
-    ),
-    "preempted": Engine(
-        # Some twenty pages a request: too few for all of them, twice what the longest needs in one step.
-        {"max_num_batched_tokens": 1024, "num_gpu_blocks_override": 900},
-        (Schedule("preempted", order_seed=6, preempt_every=80),),
-    ),
-    "prefix cache": Engine(
-        {"enable_prefix_caching": True, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 6 << 30},
-        (Schedule("prefix cache, cold", order_seed=4), Schedule("prefix cache, warm", order_seed=5)),
-    ),
-    "reload": Engine(
+    # vLLM pads 32 heads to the 64 of its kernels. Rollout and actor a are one process here.
+    "32 heads": Engine(
         {},
-        (Schedule("reload: A"), Schedule("reload: B after A", weights="b"), Schedule("reload: A again")),
+        (
+            Schedule("32 heads", weights="heads32"),
+            Schedule("32 heads, five at a time", order_seed=7, at_once=5, weights="heads32"),
+            Schedule("32 heads, recomputed", recompute="own", weights="heads32"),
+        ),
         **_SMALL,
     ),
-    "reload, cold": Engine({}, (Schedule("reload: B cold", weights="b"),), **_SMALL),
     "stock": Engine(
         {},
         (Schedule("stock"), Schedule("stock, recomputed", recompute="own")),
@@ -180,9 +162,37 @@ ENGINES: dict[str, Engine] = {
     "off": Engine(
         {"enforce_eager": True}, (Schedule("off"), Schedule("off, again")), hooks="inert", **_OFF
     ),
+    "actor": Engine(
+        {"enforce_eager": True, "max_num_batched_tokens": 2048}, (Schedule("actor a", recompute="first"),)
+    ),
+    "prefix cache": Engine(
+        {"enable_prefix_caching": True, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 6 << 30},
+        (Schedule("prefix cache, cold", order_seed=4), Schedule("prefix cache, warm", order_seed=5)),
+    ),
+    "small budget": Engine(
+        {"enforce_eager": True, "max_num_batched_tokens": 160, "max_num_seqs": 32}, (Schedule("small budget, eager"),)
+    ),
+    "preempted": Engine(
+        # Some twenty pages a request: too few for all of them, twice what the longest needs in one step.
+        {"max_num_batched_tokens": 1024, "num_gpu_blocks_override": 900},
+        (Schedule("preempted", order_seed=6, preempt_every=80),),
+    ),
+    "reload": Engine(
+        {},
+        (Schedule("reload: A"), Schedule("reload: B after A", weights="b"), Schedule("reload: A again")),
+        **_SMALL,
+    ),
     "off, without us": Engine(
         {"enforce_eager": True}, (Schedule("without us"), Schedule("without us, again")), hooks="absent", **_OFF
     ),
+    "piecewise": Engine(
+        {
+            "max_num_batched_tokens": 512,
+            "compilation_config": {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [*GRAPH_SIZES, 256, 512]},
+        },
+        (Schedule("piecewise graphs", order_seed=3),),
+    ),
+    "reload, cold": Engine({}, (Schedule("reload: B cold", weights="b"),), **_SMALL),
     "two GPUs, NCCL": Engine(
         _PAIR | {"all2all_backend": "allgather_reducescatter"},
         (Schedule("EP 2, NCCL"), Schedule("DP 2, one rank idle, NCCL", idle=True)),
@@ -462,21 +472,23 @@ def command_line() -> str:
     return shlex.join([pathlib.Path(sys.executable).name, *sys.orig_argv[1:]])
 
 
-def header(part: str, started: float, *, hooks: str = "ours") -> dict[str, Any]:
+def header(
+    part: str, started: float, *, hooks: str = "ours", attestation: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """What every record begins with: what ran, where, and by which code.
 
     Args:
         part: Name of the part.
         started: ``time.monotonic()`` of when it began.
         hooks: As of :class:`Engine`. ``ours`` demands that all four hooks are active in this process.
+        attestation: Of the process that the record speaks for, where that is not this one.
 
     Raises:
         AttestationError: A hook is not active, or something else holds the place of one of its edits.
     """
     import torch
 
-    attestation = None
-    if hooks != "absent":
+    if attestation is None and hooks != "absent":
         import bi_kernels as bk
 
         attestation = json.loads(bk.attest(required=PACKAGES if hooks == "ours" else ()).to_json())

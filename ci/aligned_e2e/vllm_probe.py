@@ -23,6 +23,7 @@ from bi_kernels.testing.trace import Rows, Trace, row_digests
 __all__ = ["ModelProbe", "first_partings", "switch_plans", "watch_engine"]
 
 _MODEL = "vllm.models.deepseek_v4.nvidia.model"
+_ATTENTION = "bi_sparse_attn.vllm_attention"
 
 
 def switch_plans(off: frozenset[str]) -> None:
@@ -92,7 +93,8 @@ class ModelProbe:
     ``kv_score``, ``index kv_score``, ``index weights``, ``kv``, ``q``, ``index q``, ``top_k``, ``sparse_mla``,
     ``output projection``, ``mhc_post, attention``, ``mhc_pre, ffn``, ``router logits``, ``shared expert``, ``selected
     experts``, ``expert weights``, ``routed experts``, ``mhc_post, ffn``. Layer -1 has ``embedding``, the one after the
-    last ``mhc_head``, ``hidden`` and ``logits``.
+    last ``mhc_head``, ``hidden`` and ``logits``. The trace's plan has the buffers that attention asks for: nothing but
+    the model and the deployment may decide their shapes.
 
     Args:
         model: The model, not wrapped for CUDA graphs.
@@ -105,6 +107,7 @@ class ModelProbe:
         self._steps: list[_Step] = []
         self._step: _Step | None = None
         self._running = False
+        self._plan: dict[str, set[str]] = {}
 
     def begin(self, requests: Sequence[str], bounds: Sequence[int], positions: torch.Tensor) -> None:
         """A forward pass starts.
@@ -147,6 +150,7 @@ class ModelProbe:
                 mine, kept = (rows, keep) if which is None else (rows.take(which), keep[which])
                 if kept.any():
                     trace.record(op, digests.cpu()[kept], layer=layer, rows=mine.take(kept))
+        trace.plan, self._plan = self._plan, {}
         self._steps.clear()
         self._step = None
         return trace
@@ -171,6 +175,9 @@ class ModelProbe:
                 ("hc_head_fused_kernel_tilelang", lambda out, args: self._keep(after, "mhc_head", out)),
             ):
                 stack.enter_context(_wrapped(module, name, callback))
+            attention = importlib.import_module(_ATTENTION)
+            for name in ("_prefill_buffers", "_decode_buffers"):
+                stack.enter_context(_wrapped(attention, name, functools.partial(self._after_buffers, name.strip("_"))))
             yield self
 
     def _attach_layer(self, stack: contextlib.ExitStack, number: int, layer: Any) -> None:
@@ -221,6 +228,11 @@ class ModelProbe:
             stack.enter_context(_output(ffn.shared_experts, keep("shared expert")))
         stack.enter_context(_wrapped(ffn.experts.router, "select_experts", after_experts))
         stack.enter_context(_wrapped(ffn.experts.routed_experts, "forward_modular", keep("routed experts")))
+
+    def _after_buffers(self, name: str, out: Sequence[tuple[tuple[int, ...], torch.dtype]], args: Any) -> None:
+        if self._running:
+            shapes = " ".join("x".join(map(str, shape)) for shape, _ in out)
+            self._plan.setdefault(f"{name} of compress ratio {args[0].compress_ratio}", set()).add(shapes)
 
     def _after_pre_broadcast(self, out: Any, args: Any) -> None:
         self._keep_mixed(out[3], out[1], out[2])

@@ -68,7 +68,9 @@ class ExtraPart:
         hooks: As of :class:`Engine`; ``inert`` for a module that sets the flag itself.
         keys: Of its record, taken over into the report as they are.
         required: Without it the run has failed.
-        alone: It must not share the GPU with other parts, or starts many processes itself.
+        alone: It must not share the GPU with other parts.
+        many: It starts engines itself, as many at a time as it is told.
+        weights: Checkpoints of :data:`aligned_e2e.h200.CHECKPOINTS` that it needs.
     """
 
     module: str
@@ -76,7 +78,9 @@ class ExtraPart:
     hooks: Literal["ours", "inert"] = "ours"
     keys: tuple[str, ...] = ()
     required: bool = True
-    alone: bool = True
+    alone: bool = False
+    many: bool = False
+    weights: tuple[str, ...] = ("a",)
 
 
 def record_of(parts: pathlib.Path, name: str, rank: int = 0) -> pathlib.Path:
@@ -95,7 +99,6 @@ EXTRA_PARTS: dict[str, ExtraPart] = {
             *("--checkpoint", str(weights / "a"), "--drawn", str(parts / DRAWN)),
             *("--output", str(record_of(parts, "actor b"))),
         ),
-        alone=False,
     ),
     "sabotage": ExtraPart(
         "vllm_sabotage",
@@ -104,6 +107,7 @@ EXTRA_PARTS: dict[str, ExtraPart] = {
             *("--seconds", f"{limit / 2:.0f}"),
         ),
         keys=("sabotages", "healthy_problem"),
+        many=True,
     ),
     "cost": ExtraPart(
         "vllm_cost",
@@ -111,15 +115,19 @@ EXTRA_PARTS: dict[str, ExtraPart] = {
             *("--checkpoint", str(weights / "slice"), "--parts", str(parts), "--limit", f"{limit - 20:.0f}"),
         ),
         hooks="inert",
-        keys=("cost", "layers", "ops", "extrapolated", "profiles", "copy_gb_s"),
+        keys=("cost", "layers", "ops", "extrapolated", "profiles", "copy_gb_s", "sides", "waited"),
         required=False,
+        alone=True,
+        weights=(),
     ),
 }
 
 
-def load_records(parts: pathlib.Path, engines: Mapping[str, Engine]) -> dict[str, list[Record]]:
+def load_records(
+    parts: pathlib.Path, engines: Mapping[str, Engine], extra: Iterable[str] = ()
+) -> dict[str, list[Record]]:
     """Records by part, one for each rank; parts without all of their records are left out."""
-    ranks = {name: engine.ranks for name, engine in engines.items()} | dict.fromkeys(EXTRA_PARTS, 1)
+    ranks = {name: engine.ranks for name, engine in engines.items()} | dict.fromkeys(extra, 1)
     found = {}
     for name, count in ranks.items():
         paths = [record_of(parts, name, rank) for rank in range(count)]
@@ -311,6 +319,18 @@ def _reload(warm: Sequence[Record], cold: Sequence[Record], expected: Mapping[st
     }
 
 
+def _heads(records: Sequence[Record]) -> dict[str, Any]:
+    """A checkpoint of another shape: everything against its own first schedule, and counted by itself."""
+    first, *others = _schedules(records)
+    rows = [_row(schedule["schedule"], schedule, first["requests"]) for schedule in others]
+    return {
+        "heads": 32,
+        "tokens_compared": sum(row["tokens_compared"] for row in rows),
+        "tokens_different": sum(row["tokens_different"] for row in rows),
+        "steps": rows,
+    }
+
+
 def _two_gpus(
     records: Mapping[str, Sequence[Record]], expected: Mapping[str, Record], gpus: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]], list[str]]:
@@ -350,15 +370,21 @@ def merge(parts: pathlib.Path, *, profile: str, gpus: int) -> dict[str, Any]:
         profile: Its name.
         gpus: Of the machine that ran them; 0 if unknown.
     """
-    records = load_records(parts, ENGINES)
+    records = load_records(parts, ENGINES | QUICK, EXTRA_PARTS)
     gpus = max([gpus, *(record.get("gpus", 0) for ranks in records.values() for record in ranks)])
     whole = _Whole({"profile": profile}, [], [])
     whole.add_missing(records, parts)
-    whole.failures += _installation_problems(records, ENGINES)
+    whole.failures += _installation_problems(records, ENGINES | QUICK)
     if FIRST in records:
         whole.add_tokens(records, gpus)
     whole.add_controls(records)
     whole.add_extra(records)
+    if "32 heads" in records:
+        whole.report["heads"] = _heads(records["32 heads"])
+        whole.failures += _differences("", whole.report["heads"]["steps"])
+    for name in QUICK.keys() & records.keys():  # a test for users, which has run here as well
+        whole.report["quick_test"] = _quick_row(records[name])
+        whole.failures += _differences("", [whole.report["quick_test"]])
     whole.report["suites"] = _suites(parts)
     whole.failures += [
         f"suite of {row['package']}: {row['failed']} tests failed" for row in whole.report["suites"] if row["failed"]
@@ -439,6 +465,12 @@ class _Whole:
                 self.failures.append(f"sabotage {row['name']}: not caught as declared, {row['detail']}")
 
 
+def _quick_row(records: Sequence[Record]) -> dict[str, Any]:
+    """One engine against its own recomputation."""
+    drawn, again = _schedules(records)
+    return _row(again["schedule"], again, drawn["requests"])
+
+
 def merge_quick(parts: pathlib.Path, *, profile: str) -> dict[str, Any]:
     """The report of the quick test: one engine against its own recomputation."""
     records = load_records(parts, QUICK)
@@ -446,8 +478,7 @@ def merge_quick(parts: pathlib.Path, *, profile: str) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     (name,) = QUICK
     if name in records:
-        drawn, again = _schedules(records[name])
-        row = _row(again["schedule"], again, drawn["requests"])
+        row = _quick_row(records[name])
         runs.append({"schedule": row["name"], "engine": name} | row)
         failures += _differences("", runs)
     else:
@@ -569,6 +600,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     actors = [row | {"schedule": f"actor {row['name']}"} for row in report.get("actors", [])]
     others = [row | {"schedule": row["name"]} for row in report.get("two_gpus", [])]
     others += [row | {"schedule": f"reload: {row['name']}"} for row in report.get("reload", {}).get("steps", [])]
+    others += [row | {"schedule": row["name"]} for row in report.get("heads", {}).get("steps", [])]
     for row in [*report.get("runs", []), *actors, *others]:
         cells = (row["schedule"], row["tokens_compared"], row["tokens_different"], row.get("seconds", "-"))
         table.add_row(*map(str, cells), style="red" if row["tokens_different"] else None)

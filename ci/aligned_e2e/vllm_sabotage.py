@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -24,25 +25,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal, TextIO
 
 import torch
 
 from bi_kernels import ScaleFormat
 from bi_kernels.runtime.errors import BatchInvarianceError
-from bi_kernels.runtime.packages import PACKAGES
 from bi_kernels.testing.trace import Trace, first_divergence
 
 from .h200 import ENVIRONMENT, end_process
-from .vllm_engine import COMMON
+from .vllm_engine import COMMON, header
 from .vllm_probe import first_partings, switch_plans, watch_engine
-from .vllm_trainer import make_record
 
 __all__ = ["HEALTHY", "SABOTAGES", "STOCK", "Finding", "Sabotage", "judge", "main", "make_requests", "perturbed"]
 
-By = Literal["bits", "refusal", "attestation"]
+By = Literal["bits", "refusal", "plan", "attestation"]
 Swap = tuple[str, Callable[[Any], Any]]
 
+PART = "sabotages"
 HEALTHY, STOCK = "healthy", "stock"
 SETTINGS: dict[str, Any] = COMMON | {
     "enforce_eager": True,
@@ -69,10 +70,11 @@ class Sabotage:
         name: What goes wrong.
         hook: What is off.
         off: Targets of the patches that are not applied.
-        swaps: Functions of the packages' hooks, ``"package.module:name"``, and what makes the replacement of each.
+        swaps: Functions and methods of the packages' hooks, ``"package.module:name"``, and what makes the replacement
+            of each.
         expected: ``bits``: rows differ between the rollout and its recomputation, or from the healthy engine's, and
-            the tracer finds the place. ``refusal``: a typed error. ``attestation``: the arithmetic of one Hopper GPU is
-            the same, and the record of the applied patches differs.
+            the tracer finds the place. ``refusal``: a typed error. The arithmetic of one Hopper GPU is the same, and
+            what differs is, for ``plan``, the recorded geometry, for ``attestation`` the record of applied patches.
         layer: Where the first row must differ; None where no single layer can be named beforehand.
         op: Likewise; the start of the op's name.
         reloads: The engine reloads other weights instead of serving.
@@ -152,6 +154,22 @@ def _last_slot_first(combine: Callable[..., torch.Tensor]) -> Callable[..., torc
     return combine_ordered
 
 
+def _slices_of_the_step(decode: Callable[..., None]) -> Callable[..., None]:
+    """Decode gathers as many tokens at once as the step has, where it should be the deployment's constant."""
+
+    def of_the_step(self: Any, q: torch.Tensor, *args: Any) -> None:
+        whole = self.capacity
+        names = ("compress_ratio", "combined_width", "topk_width", "window_size")
+        slices = {"decode_slice_tokens": min(len(q), whole.decode_slice_tokens)}
+        self.capacity = SimpleNamespace(**{name: getattr(whole, name) for name in names}, **slices)
+        try:
+            decode(self, q, *args)
+        finally:
+            self.capacity = whole
+
+    return of_the_step
+
+
 _ATTENTION = f"{_MODEL}:_select_dsv4_attn_cls"
 _MHC = tuple(
     f"{_MODEL}:{name}_tilelang"
@@ -224,6 +242,13 @@ SABOTAGES = (
         op="routed experts",  # the order shows in few roundings to bfloat16, anywhere
     ),
     Sabotage(
+        "lm_head: vLLM's own linear",
+        "bi-kernels: LogitsProcessor",
+        off=("vllm.model_executor.layers.logits_processor:LogitsProcessor",),
+        layer=4,  # after the last; as invariant as ours, and not what a trainer computes
+        op="logits",
+    ),
+    Sabotage(
         "reload: sinks past the loader",
         "bi-reload: attn_sink loader",
         off=(f"{_MODEL}:DeepseekV4Model.load_weights",),
@@ -236,6 +261,12 @@ SABOTAGES = (
         off=(f"{_MODEL}:DeepseekV4Model.finalize_mhc_broadcast_weights",),
         expected="refusal",
         reloads=True,
+    ),
+    Sabotage(
+        "decode: slices as large as the step",
+        "bi-sparse-attn: constant slices of decode tokens",
+        swaps=(("bi_sparse_attn.vllm_attention:BatchInvariantAttention._decode", _slices_of_the_step),),
+        expected="plan",
     ),
     # On one Hopper GPU with the packages' experts nothing asks these; a deployment without them must still be told.
     Sabotage(
@@ -312,22 +343,21 @@ def apply_swaps(swaps: Sequence[Swap]) -> None:
         AttributeError: There is no such function.
     """
     for reference, make in swaps:
-        name, _, attribute = reference.partition(":")
-        module = importlib.import_module(name)
-        setattr(module, attribute, make(getattr(module, attribute)))
+        name, _, path = reference.partition(":")
+        *owners, attribute = path.split(".")
+        owner = functools.reduce(getattr, owners, importlib.import_module(name))
+        setattr(owner, attribute, make(getattr(owner, attribute)))
 
 
 def _play(name: str, checkpoint: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     """Start with one hook off, or with all of them on or off, and see what comes of it."""
-    import bi_kernels as bk
-
     started = time.monotonic()
     sabotage = _BY_NAME.get(name)
     if sabotage is not None and not sabotage.serves:
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
-        return make_record("sabotages", json.loads(bk.attest().to_json()), time.monotonic() - started)
+        return header(PART, started, hooks="none")
 
     from vllm import LLM
     from vllm.v1.worker import gpu_worker
@@ -336,7 +366,7 @@ def _play(name: str, checkpoint: pathlib.Path, folder: pathlib.Path) -> dict[str
     llm = LLM(model=str(checkpoint), **SETTINGS)
     start_seconds = round(time.monotonic() - started, 1)
     print(f"== started in {start_seconds} s", flush=True)
-    attestation = json.loads(bk.attest(required=() if name == STOCK else tuple(PACKAGES)).to_json())
+    record = header(PART, started, hooks="none" if name == STOCK else "ours")
     found: dict[str, Any] = {"start_seconds": start_seconds}
     if sabotage is None or not sabotage.reloads:
         vocab_size = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["vocab_size"]
@@ -350,7 +380,7 @@ def _play(name: str, checkpoint: pathlib.Path, folder: pathlib.Path) -> dict[str
             if name != HEALTHY and not isinstance(error, BatchInvarianceError):
                 raise  # only a typed error is a refusal; the healthy engine keeps what it has shown before
             found["refusal"] = f"{type(error).__name__}: {error}"
-    return make_record("sabotages", attestation, time.monotonic() - started) | found
+    return record | found | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def _serve_and_recompute(llm: Any, prompts: Mapping[str, list[int]], folder: pathlib.Path) -> dict[str, Any]:
@@ -385,6 +415,10 @@ def _serve_and_recompute(llm: Any, prompts: Mapping[str, list[int]], folder: pat
         "tokens_different": sum(mine != theirs for mine, theirs in pairs),
         "divergence": None if divergence is None else dataclasses.asdict(divergence),
         "partings": first_partings(rollout, recomputation),
+        "plan": {
+            name: sorted(rollout.plan.get(name, set()) | recomputation.plan.get(name, set()))
+            for name in sorted(rollout.plan.keys() | recomputation.plan.keys())
+        },
         "contradictions": [*rollout.contradictions, *recomputation.contradictions][:20],
     }
 
@@ -435,6 +469,8 @@ def judge(sabotage: Sabotage, folder: pathlib.Path) -> Finding:
         if (other := first_divergence(*pair)) is not None:
             place = dataclasses.asdict(other)
             return finding("bits", f"equal to its recomputation, not to the healthy engine's; {_place(place)}", place)
+    if (difference := _plan_difference(record, control)) is not None:
+        return finding("plan", difference)
     applied = [{t for hook in r["attestation"]["hooks"].values() for t in hook["patches"]} for r in (record, control)]
     missing = applied[1] - applied[0]
     if missing and missing == set(sabotage.off):
@@ -449,6 +485,15 @@ def _place(place: Mapping[str, Any]) -> str:
     )
 
 
+def _plan_difference(record: Mapping[str, Any], control: Mapping[str, Any]) -> str | None:
+    """The first geometry that is another one than the healthy engine's; names of one side only are fine."""
+    mine, healthy = record.get("plan", {}), control["plan"]
+    for name in sorted(mine.keys() & healthy.keys()):
+        if mine[name] != healthy[name]:
+            return f"{name}: {', '.join(mine[name])} against {', '.join(healthy[name])}"
+    return None
+
+
 def _control_problem(folder: pathlib.Path) -> str | None:
     """What is wrong with the healthy engine: its own rollout must equal its recomputation, its reload must pass."""
     record = folder / HEALTHY / "record.json"
@@ -460,6 +505,8 @@ def _control_problem(folder: pathlib.Path) -> str | None:
         return f"{control['tokens_different']} of {control['tokens_compared']} logprobs differ{place}"
     if control["contradictions"]:
         return f"rows came twice, with other bits: {control['contradictions']}"
+    if moving := [f"{name}: {', '.join(values)}" for name, values in control["plan"].items() if len(values) > 1]:
+        return f"its geometry follows the batch: {'; '.join(moving)}"
     return f"its reload was refused: {control['refusal'].splitlines()[0]}" if control["refusal"] else None
 
 
@@ -537,7 +584,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not control:
         return 1  # without it nothing was shown, and a record would say that something was
     record = {
-        **make_record("sabotages", control["attestation"], time.monotonic() - started),
+        **header(PART, started, attestation=control["attestation"]),
         "healthy_problem": problem,
         "sabotages": [dataclasses.asdict(finding) for finding in findings],
         "stock": {

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import itertools
 import json
 import os
@@ -25,11 +24,10 @@ from typing import Any
 
 import torch
 
-from bi_kernels.runtime.packages import PACKAGES
 from bi_kernels.testing.trace import Trace, row_digests
 
 from .h200 import ENVIRONMENT
-from .vllm_engine import COMMON, command_line, make_prompts
+from .vllm_engine import COMMON, header, make_prompts
 from .vllm_probe import ModelProbe
 
 __all__ = [
@@ -38,7 +36,6 @@ __all__ = [
     "Recomputed",
     "Sample",
     "main",
-    "make_record",
     "pack",
     "read_drawn",
     "read_samples",
@@ -286,19 +283,6 @@ def _forward(model: PackedModel, samples: Sequence[Sample], rows: dict[str, Any]
             rows[sample.name] = {"tokens": list(sample.drawn)} | dataclasses.asdict(result)
 
 
-def make_record(part: str, attestation: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """What every part of a run says about itself."""
-    return {
-        "part": part,
-        "attestation": attestation,
-        "versions": {**attestation["packages"], **attestation["versions"]},
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command_line(),
-        "seconds": round(seconds, 1),
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Recompute what an engine drew, write the record."""
     parser = argparse.ArgumentParser(prog="aligned_e2e.vllm_trainer", description=__doc__)
@@ -315,19 +299,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    import bi_kernels as bk
-
     started = time.monotonic()
     model = PackedModel(arguments.checkpoint)
     start_seconds = round(time.monotonic() - started, 1)
-    attestation = json.loads(bk.attest(required=tuple(PACKAGES)).to_json())
     config = json.loads((arguments.checkpoint / "config.json").read_text(encoding="utf-8"))
     samples = read_samples(config["vocab_size"], read_drawn(arguments.drawn))
     traced: Sequence[str] = ()
     if arguments.trace is not None:
         traced = arguments.traced or [sample.name for sample in samples[:4]]
     schedule, trace = recompute(model, samples, traced)
-    record = make_record("trainer", attestation, time.monotonic() - started) | {
+    record = header("trainer", started) | {
         "engine": "trainer",
         "settings": SETTINGS,
         "start_seconds": start_seconds,

@@ -49,6 +49,17 @@ fi
 export PYTHONPATH="$site:$root/ci${PYTHONPATH:+:$PYTHONPATH}" PYTHONFAULTHANDLER=1
 unset BI_PARTIAL VLLM_PLUGINS
 
+# A fresh install may have no bytecode, and then a dozen engines that start at once compile the same modules each.
+timeout 60 "$python" - "$site" <<'PY'
+import compileall
+import importlib.util
+import sys
+
+found = [importlib.util.find_spec(name) for name in ("vllm", "tilelang", "cutlass")]
+for folder in (sys.argv[1], *(path for spec in found if spec for path in spec.submodule_search_locations or ())):
+    compileall.compile_dir(folder, quiet=2, workers=0)
+PY
+
 {
     date -u '+%F %T'
     nvidia-smi --query-gpu=name,driver_version --format=csv,noheader

@@ -63,6 +63,10 @@ def full() -> dict[str, Any]:
                 {"name": "A after B", "tokens_compared": 1248, "tokens_different": 0},
             ],
         },
+        "heads": {"heads": 32, "tokens_compared": 1536, "tokens_different": 0, "steps": [
+            {"name": name, "tokens_compared": 768, "tokens_different": 0, "first_difference": None}
+            for name in ("32 heads, five at a time", "32 heads, recomputed")
+        ]},
         "two_gpus": [
             {"name": "expert parallel 2, NCCL", "tokens_compared": 1248, "tokens_different": 0, "reason": None},
             {"name": "expert parallel 2, DeepEP", "tokens_compared": 1248, "tokens_different": 0, "reason": None},
@@ -155,7 +159,7 @@ def _page(report: dict[str, Any]) -> _Page:
 
 
 def test_aligned_report_says_so_and_is_green(full: dict[str, Any], cpu: dict[str, Any]) -> None:
-    for report, total in ((full, 8 * 2496 + 2 * 2496 + 4992 + 3 * 1248), (cpu, 2 * 4032)):
+    for report, total in ((full, 8 * 2496 + 2 * 2496 + 4992 + 2 * 768 + 3 * 1248), (cpu, 2 * 4032)):
         page = _page(report)
         assert f"0 of {total:,} compared tokens different" in page.text
         assert page.by_class("verdict")[0]["class"] == "verdict good"
@@ -209,7 +213,7 @@ def test_whatever_is_missing_is_named_and_nothing_is_green(full: dict[str, Any])
     names = {"runs": "rollout schedules", "actors": "actors", "reload": "weight reload", "two_gpus": "two GPUs",
              "sabotages": "faults on purpose", "off": "flag unset", "coverage": "coverage of the run",
              "stock": "stock vLLM", "cost": "tokens per second", "layers": "layer type", "ops": "GPU time by op",
-             "extrapolated": "extrapolated", "failures": "the list of failures"}  # fmt: skip
+             "extrapolated": "extrapolated", "heads": "32 heads", "failures": "the list of failures"}  # fmt: skip
     full["not_run"].append({"what": "cost", "why": "the clock ran out"})
     for key, name in names.items():
         page = _page({k: v for k, v in full.items() if k != key})
@@ -279,7 +283,7 @@ def test_differences_are_red_and_counted(full: dict[str, Any], place: tuple[Any,
         row = row[key]
     row["tokens_different"], row["first_difference"] = 3, "r07[11]: 5 against 6"
     page = _page(full)  # the report's own failures and sum still claim that all is well
-    assert "3 of 33,696 compared tokens different" in page.text
+    assert "3 of 35,232 compared tokens different" in page.text
     assert page.by_class("verdict")[0]["class"] == "verdict bad"
     assert [a for a in page.by_class("cell") if "bad" in (a["class"] or "")]
     assert "r07[11]: 5 against 6" in page.text
@@ -317,6 +321,30 @@ def test_cost_above_the_goal_is_red(full: dict[str, Any]) -> None:
     assert page.by_class("verdict")[0]["class"] == "verdict good"  # slow is not unequal
 
 
+def test_every_profile_has_its_tables(full: dict[str, Any]) -> None:
+    """One step in each: GPU time, the whole model by part, layer types and ops; and how far turns were apart."""
+    page = _page(full)  # a report with one profile and no list of them
+    assert "one step: layer types, and what each op adds or saves" in page.text
+    names = ("layers", "lm_head", "final norm", "log_softmax", "sampling", "other")
+    parts = [{"part": name, "stock_us": 1200.0 + i, "aligned_us": 1300.0 + i} for i, name in enumerate(names)]
+    full["profiles"] = [
+        {"workload": "decode", "batch": batch, "stock_forward_us": 1000.0, "aligned_forward_us": 1000.0 + 10 * batch,
+         "layers": full["layers"], "ops": full["ops"], "extrapolated": full["extrapolated"] | {"parts": parts}}
+        for batch in (1, 8)
+    ]  # fmt: skip
+    for row in full["cost"]:
+        row |= {"stock_spread": [7.0, 8.0, 9.0], "aligned_spread": [6.0, 7.0, 8.0], "overhead_spread": [-1.0, 0.5, 2.0]}
+    page = _page(full)
+    for batch, percent in ((1, "+1.0 %"), (8, "+8.0 %")):
+        assert f"decode, batch {batch}: layer types, and what each op adds or saves" in page.text
+        assert percent in page.text
+    for shown in ("7 to 9", "6 to 8", "-1.0 to +2.0", "12,800 → 13,010", "1,201 → 1,301", "1,203 → 1,303"):
+        assert shown in page.text
+    assert page.text.count("lm_head") == 2  # said once, and the head of its column
+    del full["profiles"][0]["extrapolated"]["parts"][1]
+    assert "not run" in _page(full).text.split("Extrapolated to the whole model")[1]
+
+
 def test_other_libraries_in_one_part_are_red(full: dict[str, Any]) -> None:
     page = _page(full)
     assert "cd" * 32 in page.text  # stock differs on purpose
@@ -324,6 +352,15 @@ def test_other_libraries_in_one_part_are_red(full: dict[str, Any]) -> None:
     page = _page(full)
     assert f"2 different ones: {'d' * 64}, {'9' * 64}" in page.text
     assert page.by_class("bad-text")
+
+
+def test_the_quick_test_is_shown_where_it_ran(full: dict[str, Any]) -> None:
+    full["quick_test"] = {"name": "quick, recomputed", "tokens_compared": 192, "tokens_different": 0}
+    assert "of this repository: 0 of 192 compared tokens different" in _page(full).text
+    full["quick_test"]["tokens_different"] = 1
+    page = _page(full)
+    assert page.by_class("verdict")[0]["class"] == "verdict bad"
+    assert "1 of 192" in page.text
 
 
 def test_the_previews_lists_are_there_and_stay_not_run(full: dict[str, Any]) -> None:
@@ -334,7 +371,7 @@ def test_the_previews_lists_are_there_and_stay_not_run(full: dict[str, Any]) -> 
         "quick alignment test verl's: not run; of this repository: not run",
         "H100 64-GPU aligned run not run; here one machine",
         "GB200 32-GPU aligned run not run",
-        "H100: not run; H200: profile h200: 0 of 33,696",
+        "H100: not run; H200: profile h200: 0 of 35,232",
         "GB200: not run",
         "arm64: not run",
     ):
@@ -374,7 +411,7 @@ def test_command_line(full: dict[str, Any], tmp_path: pathlib.Path, capsys: pyte
 
 def test_readme_table_counts_and_names_what_is_missing(full: dict[str, Any]) -> None:
     assert "| schedules of the same requests | 8 | 19,968 | 0 |" in block(full)
-    assert "| decode | 32 | 3,200 | 3,065 | +4.4 % |" in block(full)
+    assert "| decode | 32 | 3,200 | 3,065 | +4.4 % | not run |" in block(full)
     assert "Faults on purpose caught: 7 of 7; failures: 0." in block(full)
     full["runs"][2]["tokens_different"] = 5
     full["two_gpus"][0] = {
@@ -386,7 +423,7 @@ def test_readme_table_counts_and_names_what_is_missing(full: dict[str, Any]) -> 
     assert "| schedules of the same requests | 8 | 19,968 | 5 |" in block(full)
     assert "| two GPUs | 2 of 3 | 2,496 | 0 |" in block(full)
     empty = block({"profile": "h200"})
-    assert empty.count("not run") == 9
+    assert empty.count("not run") == 10
     for report in (None, full, {"profile": "h200"}):
         readme = rewritten(f"before\n{START}old\n{END}after\n", report)
         assert readme == f"before\n{START}\n{block(report)}\n{END}after\n"

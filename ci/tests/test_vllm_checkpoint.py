@@ -132,6 +132,15 @@ def test_files_and_index(tensors: dict[str, torch.Tensor], tmp_path: Path) -> No
                 assert_bitwise_equal(stored.get_tensor(name), tensors[name], name)
 
 
+def test_processes_that_write_a_file_each_write_the_same(tmp_path: Path) -> None:
+    totals = [write_checkpoint(tmp_path / str(jobs), SMALL, seed=1, jobs=jobs) for jobs in (1, 2)]
+    assert totals[0] == totals[1]
+    names = sorted(path.name for path in (tmp_path / "1").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "2").iterdir())
+    for name in names:
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+
+
 def test_command_writes_a_checkpoint_with_other_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "tiny", SMALL)
     assert main([str(tmp_path), "--heads", "2", "--seed", "3"]) == 0

@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 import threading
+import time
 import types
 from multiprocessing import Pipe
 
@@ -29,7 +30,7 @@ from aligned_e2e.kernel_times import (
     overhead_percent,
     relabel,
 )
-from aligned_e2e.vllm_cost import WORKLOADS, Child, Clock, Side, SideError, cost_row, measure_all
+from aligned_e2e.vllm_cost import WORKLOADS, Child, Clock, Side, SideError, cost_row, measure_all, share_of
 
 
 def event(category, name, ts, dur, correlation=None):
@@ -91,6 +92,15 @@ class TestTrace:
         graph = [*step(0, b=other, a=other), *step(3, a=other, c=other)]
         found = [(kernel.name, kernel.layer, kernel.op) for kernel in relabel(graph, eager, 1, 2)]
         assert found == [("b", *gemm), ("a", *gate), ("a", *gemm), ("c", *other)]
+        # What the replayed step names itself keeps its name, and the others are counted without it: the same kernel is
+        # the router's in a layer and the lm_head's after the last.
+        head = (None, "lm_head")
+        eager = [*step(0, a=gate, b=gemm), *step(5, a=head)]
+        graph = [*step(0, a=other, b=other), *step(3, a=head)]
+        found = [(kernel.name, kernel.layer, kernel.op) for kernel in relabel(graph, eager, 1, 1)]
+        assert found == [("a", *gate), ("b", *gemm), ("a", *head)]
+        eager = [*step(0, a=gate, b=gemm), *step(5, a=gemm), *step(10, a=gate, b=gemm), *step(15, a=gemm)]
+        graph = [*step(0, b=other, a=other), *step(3, a=other, c=other)]
         # One more than eager steps have: which one is anybody's guess.
         more = relabel([*graph, *step(9, a=other)], eager, 1, 2)
         assert [(kernel.layer, kernel.op) for kernel in more if kernel.name == "a"] == [other] * 3
@@ -117,9 +127,16 @@ class TestTables:
         step = times((10.0, 100.0, 1000.0), embedding=5.0, lm_head=7.0, other=3.0, log_softmax=1.0)
         forward = 2 * 10 + 21 * 100 + 20 * 1000 + 5
         assert forward_us(step) == 1115
-        assert extrapolate(step, RATIOS, 129280, 1115.0) == forward + 7 + 3 + 1
-        assert extrapolate(step, RATIOS, 129280 // 4, 1115.0) == forward + 3 + 4 * 8
-        assert extrapolate(step, RATIOS, 129280, 2230.0) == 2 * forward + 7 + 3 + 1  # as much again in gaps
+        once = {"embedding": 5, "lm_head": 7, "other": 3, "log_softmax": 1}
+        assert extrapolate(step, RATIOS, 129280, 1115.0) == {"layers": forward - 5} | once
+        assert extrapolate(step, RATIOS, 129280 // 4, 1115.0) == {"layers": forward - 5} | once | {
+            "lm_head": 28, "log_softmax": 4
+        }  # fmt: skip
+        # As much again in gaps, which are within the forward.
+        assert extrapolate(step, RATIOS, 129280, 2230.0) == {"layers": 2 * forward - 10} | once | {"embedding": 10}
+        # Two layers of a type count as one, and the model's own layers have no part in what runs once.
+        four = times((10.0, 90.0, 1000.0, 110.0), embedding=5.0, lm_head=7.0, other=3.0, log_softmax=1.0)
+        assert extrapolate(four, (0, 4, 128, 4), 129280, 1215.0) == {"layers": forward - 5} | once
         assert extrapolate(step, (0, 4, 4), 129280, 1115.0) is None
         assert extrapolate(times((0.0, 0.0, 0.0)), RATIOS, 129280, 1115.0) is None
 
@@ -186,8 +203,14 @@ class TestTurns:
         assert {(row["stock_tok_s"], row["aligned_tok_s"], row["overhead_percent"]) for row in record["cost"]} == {
             (200, 160, 25)
         }
-        turns = [side for side, name, arguments in asked if name == "measure" and arguments["batch"] == 8]
-        assert turns == ["stock", "stock deep_gemm", "aligned"] * (len(turns) // 3)
+        turns = [side for side, name, arguments in asked if name == "measure" and "warm" in arguments]
+        forwards = ["stock", "stock deep_gemm", "aligned"]
+        assert turns == (forwards + forwards[::-1]) * (len(turns) // 6)
+        assert len(turns) >= 3 * vllm_cost._FEWEST * len(WORKLOADS)
+        for row in record["cost"]:
+            assert (row["stock_spread"], row["aligned_spread"]) == ([200] * 3, [160] * 3)
+            assert row["overhead_spread"] == [25] * 3
+        assert record["waited"] == dict.fromkeys(forwards, 4000.0)
         assert record["copy_gb_s"] == [4000.0, 4000.0]
 
     def test_profiles_are_of_baseline_and_aligned(self):
@@ -200,6 +223,13 @@ class TestTurns:
         assert record["extrapolated"]["layers"] == 43
         assert 0 < record["extrapolated"]["overhead_percent"] < 25  # the vocabulary's part is equal on both sides
         assert {row["op"] for row in record["ops"]} == {"experts", "lm_head"}
+        for profile in record["profiles"]:
+            parts = {row["part"]: row for row in profile["extrapolated"]["parts"]}
+            assert parts.keys() == {"layers", "lm_head"}
+            assert profile["extrapolated"]["stock_us"] == sum(row["stock_us"] for row in parts.values())
+        assert {("decode", batch) for batch in (1, 8, 32, 128)} | {("prefill 1k", 1), ("prefill 8k", 1)} == {
+            (profile["workload"], profile["batch"]) for profile in record["profiles"]
+        }
 
     def test_requests_are_dropped_on_the_way_down(self):
         _, asked = run()
@@ -226,17 +256,26 @@ class TestTurns:
         assert len(record["not_run"]) == 2 * sum(workload.profiled for workload in WORKLOADS)
 
     def test_nothing_is_begun_without_time(self):
-        record, asked = run(limit=12.0)
+        record, asked = run(limit=18.0)
         assert 0 < len(record["cost"]) < len(WORKLOADS)
         assert {line["why"] for line in record["not_run"]} >= {"no time left"}
         assert record["cost"][0]["aligned_tok_s"]
         assert len([1 for side, name, _ in asked if side == "aligned" and name == "measure"]) >= 4
+
+    def test_time_is_shared_among_the_workloads_that_are_left(self):
+        last = WORKLOADS[-1]
+        assert last.profiled
+        assert share_of(last, 10.0 + vllm_cost._PROFILE) == 10
+        assert share_of(WORKLOADS[0], 200.0) < 200 / len(WORKLOADS)
+        assert share_of(WORKLOADS[0], 1.0) == 0
 
     def test_medians_ignore_one_slow_turn(self):
         turn = {"tokens": 100, "seconds": 1.0, "forward_us": 5.0, "forwards": 1, "modes": {}}
         turns = {"stock": [turn, turn, turn | {"seconds": 9.0, "forward_us": 99.0}], "aligned": [turn, turn, turn]}
         row = cost_row(WORKLOADS[0], turns)
         assert (row["overhead_percent"], row["forward_overhead_percent"]) == (0, 0)
+        assert row["stock_spread"] == [11.11, 100, 100]
+        assert row["overhead_spread"] == [-88.89, 0, 0]
 
 
 class TestServing:
@@ -260,6 +299,12 @@ class TestServing:
         for command in (("start", {"checkpoint": "c"}), ("measure", {"steps": 2}), ("measure", {"steps": 0})):
             ours.send(command)
             answers.append(ours.recv())
+        time.sleep(0.3)
+        ours.send(("waited", {}))
+        state, waited = ours.recv()
+        assert state == "ok"
+        assert 0.3 <= waited["seconds"] < 5
+        assert waited["core_seconds"] < 0.5 * waited["seconds"]  # who waits does not poll
         ours.send(("stop", {}))
         thread.join(10)
         assert not thread.is_alive()
@@ -357,10 +402,14 @@ class Output:
 
 
 class StandInEngine:
-    """vLLM's engine: a request draws a token a step, the first one in the step that takes its prompt."""
+    """vLLM's engine: a request draws a token a step, the first one in the step that takes its prompt.
+
+    With asynchronous scheduling the outputs of a step come with the next.
+    """
 
     def __init__(self, runner):
         self.left, self.tokens_of_steps, self.runner = {}, [], runner
+        self.asynchronous, self.held = False, []
 
     def add_request(self, name, prompt, parameters):
         assert prompt["type"] == "token"
@@ -371,6 +420,12 @@ class StandInEngine:
             del self.left[name]
 
     def step(self):
+        outputs = self.launch()
+        if self.asynchronous:
+            outputs, self.held = self.held, outputs
+        return outputs
+
+    def launch(self):
         if not self.left:
             return []
         self.tokens_of_steps.append(sum(prompt or 1 for _, prompt in self.left.values()))
@@ -469,25 +524,32 @@ def cost_engine(monkeypatch):
 class TestEngine:
     """``CostEngine`` on stand-ins."""
 
-    def test_filling_keeps_the_steps_of_stock_at_the_sizes_that_are_compiled(self, cost_engine):
+    @pytest.mark.parametrize("asynchronous", [False, True])
+    def test_filling_keeps_the_steps_of_stock_at_the_sizes_that_are_compiled(self, cost_engine, asynchronous):
+        cost_engine.engine.asynchronous = asynchronous
         assert cost_engine.fill(8, 4096) == 8
-        assert cost_engine.engine.tokens_of_steps == [8192, 8194, 8196, 8198]
+        assert cost_engine.engine.tokens_of_steps == [8192, 8194, 8196, 8198] + [8] * asynchronous
         assert cost_engine.keep(3) == 3
         assert len(cost_engine.engine.left) == 3
 
-    def test_tokens_are_those_of_the_steps(self, cost_engine):
+    @pytest.mark.parametrize("warm", [0, 2])
+    @pytest.mark.parametrize("asynchronous", [False, True])
+    def test_tokens_are_those_of_the_steps(self, cost_engine, asynchronous, warm):
+        cost_engine.engine.asynchronous = asynchronous
         cost_engine.fill(4, 4096)
         steps = cost_engine.engine.tokens_of_steps
         for kind, batch, length, each in (("decode", 4, 0, 4), ("mixed", 4, 2048, 2052)):
             steps.clear()
-            found = cost_engine.measure(kind, batch, length, 3)
-            assert steps == [each] * 3
+            found = cost_engine.measure(kind, batch, length, 3, warm)
+            drained = [4] * (asynchronous and kind == "mixed")  # for the outputs of the last step
+            assert steps == [each] * (warm + 3) + drained
             assert found["tokens"] == 3 * each
             assert (found["forward_us"], found["forwards"], found["modes"]) == (250, 1, {"FULL": 3})
         cost_engine.keep(0)
         steps.clear()
-        assert cost_engine.measure("prefill", 8, 1024, 2)["tokens"] == sum(steps) == 2 * 8192
-        assert steps == [8192, 8192]
+        assert cost_engine.measure("prefill", 8, 1024, 2, warm)["tokens"] == 2 * 8192
+        assert steps == [8192] * (warm + 2)
+        assert cost_engine.engine.left == {}
 
     def test_another_number_of_requests_is_an_error(self, cost_engine):
         cost_engine.fill(2, 4096)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -47,7 +48,9 @@ def test_the_schedules_suffice():
     drawn = [s.name for e in ENGINES.values() for s in e.schedules if e.hooks == "ours" and not s.recompute]
     assert len(drawn) == len(set(drawn)) >= 8
     rollouts = [e for n, e in ENGINES.items() if e.hooks == "ours" and e.ranks == 1 and not n.startswith("reload")]
-    tokens = sum(e.requests * e.max_tokens for e in rollouts for s in e.schedules if not s.recompute)
+    tokens = sum(
+        e.requests * e.max_tokens for e in rollouts for s in e.schedules if not s.recompute and s.weights == "a"
+    )
     assert tokens >= vllm_report.TOKENS_REQUIRED
 
 
@@ -141,6 +144,16 @@ def test_requests_are_dealt_out_to_ranks_or_one_has_none(stand_in):
     assert halves[0] | halves[1] == want
     assert served(Schedule("idle", idle=True), rank=0, ranks=2)["requests"] == want
     assert served(Schedule("idle", idle=True), rank=1, ranks=2)["requests"] == {}
+
+
+def test_every_record_begins_with_what_ran():
+    told = vllm_engine.header("a part", time.monotonic() - 1.5, attestation={"digest": "d"})
+    assert (told["part"], told["attestation"]) == ("a part", {"digest": "d"})
+    assert 1.4 < told["seconds"] < 10
+    assert {"command", "date", "gpu", "gpus"} < told.keys()
+    assert {"python", "cuda", "torch"} <= told["versions"].keys()
+    assert vllm_engine.header("absent", time.monotonic(), hooks="absent")["attestation"] is None
+    assert vllm_engine.header("inert", time.monotonic(), hooks="inert")["attestation"]["hooks"] == {}
 
 
 # --- environment ------------------------------------------------------------------------------------------------------
@@ -243,6 +256,37 @@ def test_who_waits_for_what_a_failed_job_leaves_is_told(tmp_path):
     assert run_jobs([job(tmp_path, "actor", waits + WRITE), whole])[0] == []
 
 
+def started_by(monkeypatch, tmp_path, *arguments):
+    """What ``--profile h200`` would run: names by group with how many at a time, and the checkpoints it makes."""
+    groups, made = [], []
+
+    def run_jobs(jobs, *, at_once, deadline, say):
+        groups.append(([job.name for job in jobs], at_once))
+        for job in jobs:
+            if "--jobs" in job.commands[0]:
+                groups.append(("its own", int(job.commands[0][job.commands[0].index("--jobs") + 1])))
+        return []
+
+    monkeypatch.setattr(h200, "gpu_count", lambda: 1)
+    monkeypatch.setattr(h200, "run_jobs", run_jobs)
+    monkeypatch.setattr(h200, "_make_checkpoints", lambda weights, names, say: made.extend(sorted(names)))
+    arguments = ["--work", str(tmp_path), "--output", str(tmp_path / "report.json"), *arguments]
+    assert __main__.main(["--profile", "h200", *arguments]) == 1  # nothing was run
+    return groups, made
+
+
+def test_engines_share_the_machine_with_those_that_a_part_starts_itself(tmp_path, monkeypatch, capsys):
+    groups, made = started_by(monkeypatch, tmp_path, "--jobs", "12")
+    single = [name for name, engine in ENGINES.items() if engine.ranks == 1]
+    assert groups == [(["sabotage", "actor b", *single], 8), ("its own", 5), (["cost"], 12)]
+    assert made == sorted(h200.CHECKPOINTS)
+    assert started_by(monkeypatch, tmp_path, "--only", "cost") == ([([], 6), (["cost"], 6)], [])
+    assert started_by(monkeypatch, tmp_path, "--only", "sabotage")[0] == [(["sabotage"], 6), ("its own", 6)]
+    assert started_by(monkeypatch, tmp_path, "--quick") == ([(["quick"], 6)], ["a"])
+    weights = {schedule.weights for engine in ENGINES.values() for schedule in engine.schedules}
+    assert weights == set(h200.CHECKPOINTS)
+
+
 def test_pairs_need_two_gpus_and_get_one_port(tmp_path):
     jobs = {j.name: j for j in h200.jobs_of(ENGINES, tmp_path, tmp_path, limit=1, gpus=1)}
     assert [n for n in ENGINES if n not in jobs] == [n for n, e in ENGINES.items() if e.ranks == 2]
@@ -292,7 +336,7 @@ def host(tmp_path):
 
 
 def run_script(environment, *arguments):
-    command = ["bash", str(CI / "gpu" / "run_aligned_e2e.sh"), "--", "--only", "off", *arguments]
+    command = ["bash", str(CI / "gpu" / "run_aligned_e2e.sh"), "--", *(arguments or ("--only", "off"))]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -313,6 +357,35 @@ def test_the_script_runs_a_part_packs_its_record_and_goes_on_from_there(host, tm
     again = run_script(host | {"RECORDS": str(kept), "STAND_IN_CRASH": "must not be started again"})
     assert "off: " not in again.stdout.partition("aligned_e2e")[0]
     assert json.loads((tmp_path / "out" / "report.json").read_text())["parts"] == report["parts"]
+
+
+def test_the_quick_test_says_by_its_exit_code_whether_rows_are_equal(host, tmp_path):
+    """One engine, one checkpoint, a report with its page, and never an answer from an older run."""
+    for folder in (tmp_path / "work").iterdir():
+        if folder.name != "a":
+            shutil.rmtree(folder)
+    environment = host | {"STAND_IN_HOOKS": "1", "LIMIT": "180"}
+    done = run_script(environment, "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    out = tmp_path / "out"
+    report = json.loads((out / "report.json").read_text())
+    assert (report["quick"], report["tokens_compared"], report["failures"]) == (True, 12 * 16, [])
+    assert "192 generated tokens compared, 0 different" in done.stdout
+    assert "0 of 192 compared tokens different" in (out / "report.html").read_text()
+    assert {"gpu", "versions", "attestations", "parts"} <= report.keys()
+    assert __main__.main(["--check", str(out / "report.json")]) == 0
+
+    again = run_script(environment | {"STAND_IN_BATCH_DEPENDENT": "1"}, "--quick")  # the twin
+    assert again.returncode == 1
+    report = json.loads((out / "report.json").read_text())
+    assert report["tokens_different"] > 0
+    assert report["failures"][0].startswith("quick, recomputed: ")
+    assert __main__.main(["--check", str(out / "report.json")]) == 1
+
+    stock = run_script(host, "--quick")  # without hooks equal rows are no proof
+    assert stock.returncode == 1
+    assert "the hooks of bi-kernels are not active in this process" in stock.stdout
+    assert json.loads((out / "report.json").read_text())["failures"] == ["quick: not run"]
 
 
 def test_the_script_shows_why_an_engine_failed(host, tmp_path):

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import html
 import io
+import pathlib
 
 import pytest
 from rich.console import Console
 
 from aligned_e2e import vllm_engine, vllm_report
+from aligned_e2e.html_report import render
 from aligned_e2e.report import check_report
 from aligned_e2e.vllm_engine import ENGINES, FIRST, Engine, Schedule
+from aligned_e2e.vllm_report import EXTRA_PARTS
+
+CI = pathlib.Path(__file__).parents[1]
 
 REQUESTS = [f"r{i:02d}" for i in range(8)]
 
@@ -47,6 +53,7 @@ def record(name):
             names = REQUESTS[: engine.requests]
             names = names[rank :: engine.ranks] if not schedule.idle else names * (rank == 0)
             shift = number if engine.hooks == "none" else 10 * (schedule.weights == "b")
+            shift += 20 * (schedule.weights == "heads32")
             row = {
                 key: [value + i + shift for i in range(engine.max_tokens)]
                 for key, value in (("tokens", 5), ("logprobs", -99), ("digests", 7))
@@ -111,6 +118,7 @@ def test_equal_records_are_aligned(tmp_path):
     assert report["reload"]["tokens_compared"] == 3 * 4 * 5
     assert report["reload"]["tokens_changed_by_new_weights"] == 4 * 5
     assert [row["tokens_compared"] for row in report["two_gpus"]] == [4 * 8] * 4
+    assert (report["heads"]["tokens_compared"], report["heads"]["tokens_different"]) == (2 * 4 * 5, 0)
     path = tmp_path / "report.json"
     vllm_report.write_report(path, report)
     assert check_report(path) == []
@@ -129,6 +137,8 @@ def test_equal_records_are_aligned(tmp_path):
         ("reload", 1, "reload: B after A against B cold: 1 of"),
         ("reload", 2, "reload: A after B: 1 of"),
         ("two GPUs, DeepEP", 0, "EP 2, DeepEP low latency: 1 of"),
+        ("32 heads", 1, "32 heads, five at a time: 1 of"),
+        ("32 heads", 2, "32 heads, recomputed: 1 of"),
     ],
 )
 def test_one_changed_value_is_found(tmp_path, engine, schedule, says, field, value):
@@ -270,6 +280,22 @@ def test_on_one_gpu_pairs_are_skipped_and_the_report_says_why(tmp_path):
     assert "EP 2, NCCL" in [row["what"] for row in report["not_run"]]
 
 
+def test_pairs_of_an_older_build_are_refused(tmp_path):
+    """Records that a machine with two GPUs left earlier do not stand in for those that one GPU cannot make."""
+    records = sound()
+    for ranks in records.values():
+        for content in ranks:
+            if len(ranks) == 1:
+                content["gpus"] = 1
+            else:
+                content["attestation"]["native"]["bi_kernels"]["sha256"] = "of the build before"
+    failures = merged(tmp_path, records, gpus=1)["failures"]
+    assert len(failures) == 2
+    for what, failure in zip(("attestations", "libraries"), failures, strict=True):
+        assert failure.startswith(f"parts of different installations, by their {what}")
+        assert "two GPUs, NCCL, two GPUs, DeepEP" in failure
+
+
 def test_the_transport_may_differ_between_parts_and_nothing_else(tmp_path):
     records = sound()
     records["two GPUs, NCCL"][0]["attestation"]["environment"]["VLLM_DS4_DECODE_KERNEL"] = "sparse"
@@ -286,6 +312,30 @@ def test_suites_that_ran_beside_it_are_reported(tmp_path):
     assert report["failures"] == ["suite of bi-reload: 3 tests failed"]
 
 
+def test_every_part_has_its_place_in_report_page_and_readme(tmp_path):
+    records = sound() | {"cost": record("cost")}
+    records["cost"][0]["cost"] = [{"workload": "decode", "batch": 8, "overhead_percent": 1.0}]
+    report = merged(tmp_path, records)
+    parts = [*ENGINES, *EXTRA_PARTS]
+    assert {part["part"] for part in report["parts"]} == set(parts)
+    page = html.unescape(render(report, source="report.json"))
+    readme = (CI / "README.md").read_text()
+    for part in parts:
+        assert f">{part}<" in page
+        assert f"`{part}`" in readme
+        without = merged(tmp_path / part, {name: ranks for name, ranks in records.items() if name != part})
+        reasons = {row["what"] for row in without["not_run"]} | {text.partition(":")[0] for text in without["failures"]}
+        assert part in reasons
+    shown = [row["name"] for key in ("two_gpus", "actors") for row in report[key]]
+    shown += [row["name"] for key in ("reload", "heads") for row in report[key]["steps"]]
+    shown += [row["schedule"] for row in report["runs"]]
+    assert len(shown) == len(set(shown))
+    schedules = {schedule.name for engine in ENGINES.values() for schedule in engine.schedules}
+    told = {"together", "actor a", "32 heads", "stock", "stock, recomputed", "off", "off, again", "without us",
+            "without us, again", "reload: A", "reload: B after A", "reload: A again", "reload: B cold"}  # fmt: skip
+    assert schedules - set(shown) == told  # the references, and what has rows or numbers of other names
+
+
 def test_nothing_at_all(tmp_path):
     report = merged(tmp_path, {})
     assert report["failures"]
@@ -300,9 +350,20 @@ def test_quick(tmp_path):
     )
     content = record("preempted")[0] | {"part": "quick", "schedules": [first, again]}
     vllm_engine.write_json(vllm_report.record_of(tmp_path, "quick"), content)
+    stale = record("sabotage")[0]
+    stale["attestation"]["packages"] = {}
+    vllm_engine.write_json(
+        vllm_report.record_of(tmp_path, "sabotage"), stale
+    )  # of the whole profile, and another build
     report = vllm_report.merge_quick(tmp_path, profile="h200")
     assert (report["failures"], report["tokens_compared"], report["quick"]) == ([], 1, True)
+    assert list(report["attestations"]) == ["quick"]
+    whole = merged(tmp_path / "whole", sound() | {"quick": [content]})
+    assert (whole["failures"], whole["tokens_compared"]) == ([], 9 * 8 * 8)
+    assert whole["quick_test"]["tokens_compared"] == 1
     again["requests"]["r00"]["logprobs"] = [4]
     vllm_engine.write_json(vllm_report.record_of(tmp_path, "quick"), content)
+    failures = merged(tmp_path / "and differs", sound() | {"quick": [content]})["failures"]
+    assert [failure.partition(":")[0] for failure in failures] == ["quick, recomputed"]
     assert len(vllm_report.merge_quick(tmp_path, profile="h200")["failures"]) == 1
     assert vllm_report.merge_quick(tmp_path / "nothing", profile="h200")["failures"] == ["quick: not run"]

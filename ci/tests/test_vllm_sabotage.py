@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import operator
 import sys
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from aligned_e2e import vllm_sabotage
 from aligned_e2e.vllm_sabotage import HEALTHY, SABOTAGES, STOCK, Sabotage, judge, make_requests, perturbed
 from bi_kernels.runtime.packages import PACKAGES
 from bi_kernels.testing.trace import Rows, Trace
+from bi_sparse_attn import SparseCapacity, vllm_attention
 
 PLANS = [importlib.import_module(f"{name}.vllm_hook").PLAN for name in PACKAGES.values()]
 APPLIED = {plan.package: {"patches": sorted(p.target for p in plan.patches_for("0.26.0"))} for plan in PLANS}
@@ -27,14 +29,14 @@ def test_every_switch_is_one_of_the_packages():
     for sabotage in SABOTAGES:
         assert set(sabotage.off) <= targets, sabotage.name
         for reference, _ in sabotage.swaps:
-            module, _, name = reference.partition(":")
-            assert callable(getattr(importlib.import_module(module), name))
+            module, _, path = reference.partition(":")
+            assert callable(operator.attrgetter(path)(importlib.import_module(module)))
         assert bool(sabotage.off) != bool(sabotage.swaps)
-        assert sabotage.expected == "attestation" or sabotage.reloads or sabotage.op
+        assert sabotage.expected in ("attestation", "plan") or sabotage.reloads or sabotage.op
     names = [sabotage.name for sabotage in SABOTAGES]
     assert len({vllm_sabotage._slug(name) for name in [*names, HEALTHY, STOCK]}) == len(names) + 2
     assert sum(sabotage.serves for sabotage in SABOTAGES) >= 8
-    assert {sabotage.expected for sabotage in SABOTAGES} == {"bits", "refusal", "attestation"}
+    assert {sabotage.expected for sabotage in SABOTAGES} == {"bits", "refusal", "plan", "attestation"}
 
 
 def test_swaps_replace_and_change(monkeypatch):
@@ -42,6 +44,9 @@ def test_swaps_replace_and_change(monkeypatch):
     monkeypatch.setattr(vllm_sabotage.importlib, "import_module", {"there": module}.__getitem__)
     vllm_sabotage.apply_swaps([("there:double", lambda original: lambda x: original(x) + 1)])
     assert module.double(3) == 7
+    module.Layer = type("Layer", (), {"size": lambda self: 1})
+    vllm_sabotage.apply_swaps([("there:Layer.size", lambda original: lambda self: original(self) + 1)])
+    assert module.Layer().size() == 2
     with pytest.raises(AttributeError):
         vllm_sabotage.apply_swaps([("there:triple", lambda original: original)])
 
@@ -52,6 +57,25 @@ def test_what_the_swaps_put_in_place():
     assert vllm_sabotage._exact_scales(bk.scale_format_for)("cuda") is bk.ScaleFormat.FLOAT32
     combine = vllm_sabotage._last_slot_first(lambda rows, slots, weights: (slots.tolist(), weights.tolist()))
     assert combine(None, torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.25]])) == ([[2, 1]], [[0.25, 0.5]])
+
+
+def test_slices_of_the_step_are_what_the_buffers_show():
+    capacity = SparseCapacity.from_model(
+        max_model_len=4096, compress_ratio=4, window_size=128, index_topk=512, max_num_batched_tokens=4096
+    )
+    layer, seen = SimpleNamespace(capacity=capacity), []
+
+    def decode(self, q, *args):
+        seen.append(vllm_attention._decode_buffers(self.capacity))
+
+    for count in (1, 3, 1000):
+        vllm_sabotage._slices_of_the_step(decode)(layer, torch.zeros(count), None)
+    healthy = vllm_attention._decode_buffers(layer.capacity)
+    assert [specs[0][0][0] for specs in seen] == [1, 3, capacity.decode_slice_tokens]
+    assert [[(shape[1:], dtype) for shape, dtype in specs] for specs in seen] == [
+        [(shape[1:], dtype) for shape, dtype in healthy]
+    ] * 3
+    assert seen[-1] == healthy
 
 
 def test_requests_reach_past_top_k_and_fill_the_window():
@@ -92,7 +116,12 @@ def trace_of(**changed):
     return trace
 
 
-def write(folder, name, *, rollout=None, recomputation=None, off=(), refusal=None, serves=True, reloads=True):
+CONSTANT = {"decode_buffers of compress ratio 4": ["128x640x512"]}
+
+
+def write(
+    folder, name, *, rollout=None, recomputation=None, off=(), refusal=None, serves=True, reloads=True, plan=CONSTANT
+):
     """What one process leaves behind."""
     target = folder / vllm_sabotage._slug(name)
     target.mkdir(parents=True)
@@ -112,6 +141,7 @@ def write(folder, name, *, rollout=None, recomputation=None, off=(), refusal=Non
             "tokens_compared": 48,
             "tokens_different": 0 if divergence is None else 5,
             "contradictions": [],
+            "plan": plan,
         }
     if reloads:
         record["refusal"] = refusal
@@ -155,6 +185,19 @@ def test_equal_bits_leave_only_the_attestation(tmp_path):
     assert (finding.caught, finding.by, finding.located_op) == (False, "attestation", None)
 
 
+def test_another_geometry_is_caught_though_no_bit_differs(tmp_path):
+    sabotage = Sabotage("it", "hook", swaps=(("module:function", lambda original: original),), expected="plan")
+    write(tmp_path, HEALTHY)
+    write(tmp_path, "it", plan={"decode_buffers of compress ratio 4": ["2x640x512", "3x640x512"]})
+    finding = judge(sabotage, tmp_path)
+    assert (finding.caught, finding.by, finding.located_op) == (True, "plan", None)
+    assert finding.detail == "decode_buffers of compress ratio 4: 2x640x512, 3x640x512 against 128x640x512"
+    for name, plan in (("same", CONSTANT), ("other", {"prefill_buffers of compress ratio 4": ["1"]})):
+        write(tmp_path / name, HEALTHY)
+        write(tmp_path / name, "it", plan=plan)
+        assert not judge(sabotage, tmp_path / name).caught
+
+
 def test_an_attestation_must_lack_what_is_off_and_nothing_else(tmp_path):
     sabotage = Sabotage("it", "hook", off=TARGETS, expected="attestation")
     write(tmp_path, HEALTHY)
@@ -193,6 +236,7 @@ def test_what_did_not_run_is_not_caught(tmp_path):
         ({}, None),
         ({"rollout": trace_of(layer=0, op="sparse_mla")}, "layer 0, sparse_mla"),
         ({"refusal": "ReloadError: no"}, "reload was refused"),
+        ({"plan": {"decode_buffers": ["2x4", "3x4"]}}, "geometry follows the batch: decode_buffers: 2x4, 3x4"),
     ],
 )
 def test_the_healthy_engine_must_be_healthy(tmp_path, content, problem):

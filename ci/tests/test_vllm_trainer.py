@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from aligned_e2e import vllm_trainer
 from aligned_e2e.vllm_engine import make_prompts
 from aligned_e2e.vllm_probe import ModelProbe, first_partings, switch_plans, watch_engine
 from aligned_e2e.vllm_trainer import PackedModel, Sample, pack, read_drawn, read_samples, recompute
@@ -270,6 +269,28 @@ def test_forward_passes_that_are_no_step_leave_no_rows(model):
         assert probe.seen == []
 
 
+def test_the_plan_has_the_buffers_that_steps_ask_for(model, monkeypatch):
+    from bi_sparse_attn import SparseCapacity, vllm_attention
+
+    limits = {"max_model_len": 64, "window_size": 128, "index_topk": 512, "max_num_batched_tokens": 64}
+    capacity = SparseCapacity.from_model(compress_ratio=4, **limits)
+    forward = type(model.model.layers[0].attn).forward_mqa
+
+    def forward_mqa(self, *args):
+        vllm_attention._decode_buffers(capacity)
+        return forward(self, *args)
+
+    monkeypatch.setattr(type(model.model.layers[0].attn), "forward_mqa", forward_mqa)
+    runner = FakeRunner(model)
+    with watch_engine(runner) as probe:
+        model(torch.tensor([1, 2]), torch.tensor([0, 1]))  # a dummy run
+        assert probe.finish().plan == {}
+        (name,), (values,) = zip(*in_chunks(runner, probe).plan.items(), strict=True)
+        assert probe.finish().plan == {}
+    assert name == "decode_buffers of compress ratio 4"
+    assert [shapes.split()[0] for shapes in values] == ["128x640x512"]
+
+
 def test_engines_that_replay_graphs_are_refused(model):
     with pytest.raises(ValueError, match="enforce_eager"), watch_engine(FakeRunner(model, eager=False)):
         pass
@@ -472,10 +493,3 @@ def test_a_trace_is_readable_from_its_file(packed, tmp_path):
     again = Trace.load(tmp_path / "trace.json")
     assert again.ops == trace.ops
     assert first_divergence(trace, again) is None
-
-
-def test_a_record_says_what_ran():
-    attestation = {"packages": {"bi-kernels": "0.1.0"}, "versions": {"vllm": "0.26.0"}}
-    record = vllm_trainer.make_record("trainer", attestation, 1.23)
-    assert record["versions"] == {"bi-kernels": "0.1.0", "vllm": "0.26.0"}
-    assert {"part", "attestation", "gpu", "date", "command", "seconds"} <= set(record)

@@ -6,7 +6,10 @@ cuBLAS keeps the workspace it first got, so each of the two runs in a process of
 there. One JSON line per shape (M, N, K): stock is ``torch.mm`` after ``init_batch_invariance`` (or, without vLLM, after
 the same settings), ratio is stock / ours; default_us and default_ratio are the plain ``torch.mm``. Everything is
 replayed from CUDA graphs; weights and inputs up to some tens of MB then stay in the L2 cache, for all alike. bitwise:
-every row equals the same row of a product with 4096 rows, compared in this run; within_bound: against float64.
+every row equals the same row of the product with most rows, compared in this run; within_bound: against float64.
+
+``fixed_order_mm_lm_head`` is the same to bfloat16 for vocabularies; there stock is what vLLM's batch-invariant mode
+calls for an lm_head, ``matmul_persistent``, where vLLM can be imported.
 """
 
 from __future__ import annotations
@@ -17,13 +20,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 SHAPES = (
     (64, 4096), (256, 4096), (512, 4096), (1024, 4096), (2048, 4096), (1024, 2048), (2048, 2048), (64, 7168),
     (256, 7168), (384, 7168), (1024, 7168),
 )  # fmt: skip
 ROWS = (1, 16, 64, 128, 256, 1024, 4096)
+VOCABULARIES = ((32_768, 4096), (32_768, 7168), (129_280, 4096), (129_280, 7168))
+HEAD_ROWS = (1, 8, 32, 128, 1024)
 
 
 def starve_cublas() -> str:
@@ -43,9 +53,50 @@ def starve_cublas() -> str:
     return "torch.mm with the settings of vLLM's init_batch_invariance"
 
 
+def vllm_head() -> Callable[..., object] | None:
+    """What vLLM 0.26 computes an lm_head with in batch-invariant mode; None without vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    from vllm.model_executor.layers.batch_invariant import matmul_persistent
+
+    return lambda rows, weight: matmul_persistent(rows, weight.T)
+
+
 def measure(starved: bool) -> list[dict[str, object]]:
     """Everything one process measures."""
     name = starve_cublas() if starved else "torch.mm"
+    import torch
+
+    def product(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        if out.dtype == rows.dtype:
+            torch.mm(rows, weight.T, out=out)
+        else:
+            torch.mm(rows, weight.T, out_dtype=out.dtype, out=out)
+
+    records = []
+    for n, k in SHAPES:
+        records += measure_shape("fixed_order_mm", n, k, ROWS, torch.float32, name, product, check=starved)
+    head = vllm_head() if starved else None
+    if head is not None:
+        name = "matmul_persistent of vLLM's batch-invariant mode"
+    for n, k in VOCABULARIES:
+        stock = product if head is None else lambda rows, weight, out: head(rows, weight)
+        records += measure_shape("fixed_order_mm_lm_head", n, k, HEAD_ROWS, torch.bfloat16, name, stock, check=starved)
+    return records
+
+
+def measure_shape(
+    op: str,
+    n: int,
+    k: int,
+    rows_of: Sequence[int],
+    dtype: torch.dtype,
+    name: str,
+    stock: Callable[..., object],
+    *,
+    check: bool,
+) -> list[dict[str, object]]:
+    """One weight against all numbers of rows."""
     import torch
     from timing import capture, machine, medians
 
@@ -54,32 +105,31 @@ def measure(starved: bool) -> list[dict[str, object]]:
     from bi_kernels.testing import first_difference
 
     records = []
-    for n, k in SHAPES:
-        x = torch.randn(4096, k, device="cuda").bfloat16()
-        weight = (torch.randn(n, k, device="cuda") / k**0.5).bfloat16()
-        every = fixed_order_mm(x, weight)
-        for m in ROWS:
-            rows, out, mm_out = x[:m], torch.empty(m, n, device="cuda"), torch.empty(m, n, device="cuda")
+    x = torch.randn(max(rows_of), k, device="cuda").bfloat16()
+    weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
+    every = fixed_order_mm(x, weight, out_dtype=dtype)
+    for m in rows_of:
+        rows, out, other = x[:m], *(torch.empty(m, n, dtype=dtype, device="cuda") for _ in range(2))
 
-            def ours(rows=rows, weight=weight, out=out) -> None:
-                fixed_order_mm(rows, weight, out=out)
+        def ours(rows: torch.Tensor = rows, out: torch.Tensor = out) -> None:
+            fixed_order_mm(rows, weight, out_dtype=dtype, out=out)
 
-            def stock(rows=rows, weight=weight, out=mm_out) -> None:
-                torch.mm(rows, weight.T, out_dtype=torch.float32, out=out)
+        def theirs(rows: torch.Tensor = rows, other: torch.Tensor = other) -> None:
+            stock(rows, weight, other)
 
-            launches = 20 if m >= 1024 else 100
-            stock_us, ours_us = medians(capture(stock, launches), capture(ours, launches))
-            record: dict[str, object] = {"op": "fixed_order_mm", "shape": [m, n, k], "stock": name}
-            record |= {"stock_us": stock_us, "ours_us": ours_us}
-            if starved:
-                out.fill_(torch.nan)
-                ours()
-                some = slice(0, min(m, 256))
-                error = (out[some].double() - rows[some].double() @ weight.double().T).abs()
-                record["bitwise"] = first_difference(out, every[:m]) is None
-                record["within_bound"] = bool((error <= error_bound(rows[some], weight)).all())
-                record |= machine()
-            records.append(record)
+        launches = 8 if op == "fixed_order_mm_lm_head" else 20 if m >= 1024 else 100
+        stock_us, ours_us = medians(capture(theirs, launches), capture(ours, launches))
+        record: dict[str, object] = {"op": op, "shape": [m, n, k], "stock": name}
+        record |= {"stock_us": stock_us, "ours_us": ours_us}
+        if check:
+            out.fill_(torch.nan)
+            ours()
+            some, columns = rows[:256], weight[:2048]
+            error = (out[:256, :2048].double() - some.double() @ columns.double().T).abs()
+            record["bitwise"] = first_difference(out, every[:m]) is None
+            record["within_bound"] = bool((error <= error_bound(some, columns, out_dtype=dtype)).all())
+            record |= machine()
+        records.append(record)
     return records
 
 
@@ -103,7 +153,7 @@ def main() -> None:
     records = []
     for stock, default in zip(child("invariant"), child("default"), strict=True):
         m, n, k = stock["shape"]
-        moved = (m * k + n * k) * 2 + m * n * 4
+        moved = (m * k + n * k) * 2 + m * n * (4 if stock["op"] == "fixed_order_mm" else 2)
         ours = stock["ours_us"]
         records.append(
             {

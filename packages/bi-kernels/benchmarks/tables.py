@@ -57,6 +57,20 @@ def mm_table(records: list[dict[str, object]]) -> list[str]:
     return lines
 
 
+def lm_head_table(records: list[dict[str, object]]) -> list[str]:
+    """fixed_order_mm over vocabularies, in the form of :func:`mm_table`."""
+    if not records:
+        return []
+    stock = records[0]["stock"]
+    return [
+        f"The same to bfloat16 for an `lm_head`: ours / {stock} / plain `torch.mm`. Every row equals the same row of a "
+        "product with 1,024 rows.",
+        "",
+        *mm_table(records),
+        "",
+    ]
+
+
 def log_softmax_table(records: list[dict[str, object]]) -> list[str]:
     """The log-softmax: every number of rows against vLLM's kernel and the copy."""
     if not records:
@@ -121,6 +135,7 @@ def tables() -> str:
             "",
             *mm_table(mm),
             "",
+            *lm_head_table([r for r in records if r["op"] == "fixed_order_mm_lm_head"]),
             *log_softmax_table([r for r in records if r["op"] == "log_softmax"]),
             *summary(fused, mm),
             "",

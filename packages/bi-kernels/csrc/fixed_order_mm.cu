@@ -31,8 +31,10 @@ void fixed_order_mm(const Tensor& x, const Tensor& weight, const Tensor& out) {
     bi::check_size(out, "out", 0, m);
     bi::check_size(out, "out", 1, n);
     STD_TORCH_CHECK(m < int64_t{1} << 31, "x: expected fewer than 2**31 rows, got ", m);
-    STD_TORCH_CHECK(n == 64 || n == 256 || n == 384 || n == 512 || n == 1024 || n == 2048,
-                    "weight: expected N in {64, 256, 384, 512, 1024, 2048}, got ", n);
+    STD_TORCH_CHECK(n > 0 && n % 64 == 0 && n < int64_t{1} << 31,
+                    "weight: expected N a positive multiple of 64 below 2**31, got ", n);
+    // Tiles are counted in 32 bits. No memory holds as many.
+    STD_TORCH_CHECK(m * n < int64_t{1} << 42, "out: expected fewer than 2**42 elements, got ", m, " x ", n);
     STD_TORCH_CHECK(k == 2048 || k == 4096 || k == 7168, "x: expected K in {2048, 4096, 7168}, got ", k);
     bi::check_rows_aligned(x, "x", 16);
     bi::check_rows_aligned(weight, "weight", 16);
@@ -56,8 +58,11 @@ void fixed_order_mm(const Tensor& x, const Tensor& weight, const Tensor& out) {
                  .m = m,
                  .n = static_cast<int>(n),
                  .k = static_cast<int>(k),
+                 .x_rows = 0,
+                 .tiles_m = 0,
                  .tiles_n = 0,
-                 .tiles = 0},
+                 .tiles = 0,
+                 .band = 0},
     };
     const torch::stable::accelerator::DeviceGuard guard(device);
     const cudaStream_t stream = bi::current_stream(device);

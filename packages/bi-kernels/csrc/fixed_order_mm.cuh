@@ -29,9 +29,9 @@ struct FixedOrderMmArgs {
     int64_t out_stride;  // elements between rows
     int64_t m;
     int n, k;
-    int tiles_n;
     int x_rows;  // that one block copies per tile: fewer than a tile has where m is small
-    int64_t tiles;
+    int tiles_m, tiles_n, tiles;
+    int band;  // rows of tiles that walk the columns together
 };
 
 // The pieces of a tile go to kCut blocks of a cluster; or, where one block has them all, the kShare blocks of a cluster
@@ -60,6 +60,22 @@ struct FixedOrderMmConfig {
     static constexpr int kSharedBytes = kTileBytes + 16 * kStages + 1024;  // barriers; alignment of the first tile
     static_assert(kSharedBytes <= 232448);
 };
+
+struct TileAt {
+    int row, column;  // in tiles
+};
+
+// Where tile number `tile` lies: band after band; in a band column after column, each through all rows of the band;
+// kShare neighbouring columns count as one. So blocks that run at once read few columns of the weight.
+template <int kShare>
+__device__ __forceinline__ TileAt tile_at(const FixedOrderMmArgs& a, unsigned tile) {
+    const unsigned in_band = a.band * a.tiles_n;
+    const unsigned first_row = tile / in_band * a.band, rest = tile % in_band;
+    const unsigned column_tiles = min(static_cast<unsigned>(a.band), a.tiles_m - first_row) * kShare;
+    const unsigned in_column = rest % column_tiles;
+    return {static_cast<int>(first_row + in_column / kShare),
+            static_cast<int>(rest / column_tiles * kShare + in_column % kShare)};
+}
 
 template <bool kBf16>
 __device__ __forceinline__ void store_pair(const FixedOrderMmArgs& a, int64_t row, int column, float v0, float v1) {
@@ -162,8 +178,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 
 
     const int steps = a.k / kSplits / kBlockK;  // of one piece
     const int first_piece = Config::kWhole ? 0 : rank * Config::kPieces;
-    const int64_t first_tile = blockIdx.x / Config::kCut;
-    const int64_t tile_stride = gridDim.x / Config::kCut;
+    const int first_tile = blockIdx.x / Config::kCut;
+    const int tile_stride = gridDim.x / Config::kCut;
 
     if (warpgroup == Config::kWarpgroups) {
         if constexpr (Config::kWhole) give_registers<40>();
@@ -171,9 +187,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 
             const int bytes = (a.x_rows * kShare + kTileN) * kBlockK * 2;
             int stage = 0;
             uint32_t parity = 1;  // the first round finds every stage empty
-            for (int64_t tile = first_tile; tile < a.tiles; tile += tile_stride) {
-                const int row = static_cast<int>(tile / a.tiles_n) * kTileM + rank % kShare * a.x_rows;
-                const int column = static_cast<int>(tile % a.tiles_n) * kTileN;
+            for (int tile = first_tile; tile < a.tiles; tile += tile_stride) {
+                const TileAt at = tile_at<kShare>(a, tile);
+                const int row = at.row * kTileM + rank % kShare * a.x_rows;
+                const int column = at.column * kTileN;
                 for (int step = 0; step < Config::kPieces * steps; ++step) {
                     const int k = (first_piece * steps + step) * kBlockK;
                     const uint32_t x_tile = tiles + stage * Config::kStageBytes;
@@ -197,7 +214,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 
         const int fragment_column = thread % 4 * 2;
         Consumer<Config> consumer{tiles, full, empty, warpgroup, thread};
         if constexpr (Config::kWhole) {
-            for (int64_t tile = first_tile; tile < a.tiles; tile += tile_stride) {
+            for (int tile = first_tile; tile < a.tiles; tile += tile_stride) {
                 float total[kRegisters], even[kRegisters], odd[kRegisters];
 #pragma unroll
                 for (int i = 0; i < kRegisters; ++i) total[i] = 0.0f;
@@ -220,8 +237,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 
                 for (int step = 1; step < steps; ++step) consumer.template step<false>(odd), consumer.release_before();
                 consumer.finish();
                 add_piece(total, odd);
-                const int64_t row = tile / a.tiles_n * kTileM + fragment_row;
-                const int column = static_cast<int>(tile % a.tiles_n) * kTileN + fragment_column;
+                const TileAt at = tile_at<kShare>(a, tile);
+                const int64_t row = int64_t{at.row} * kTileM + fragment_row;
+                const int column = at.column * kTileN + fragment_column;
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     if (row + 8 * h < a.m) {
@@ -271,18 +289,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 
         __syncwarp();
         cluster_sync();
         constexpr int kColumns = kTileN / Config::kCut, kQuads = kColumns / 4;
-        const int64_t tile = first_tile;
-        const int64_t row0 = tile / a.tiles_n * kTileM;
-        const int column0 = static_cast<int>(tile % a.tiles_n) * kTileN;
+        const TileAt at = tile_at<kShare>(a, first_tile);
+        const int64_t row0 = int64_t{at.row} * kTileM;
+        const int column0 = at.column * kTileN;
         const int rows = static_cast<int>(min(int64_t{kTileM}, a.m - row0));
         for (int item = threadIdx.x; item < rows * kQuads; item += Config::kThreads) {
             const int row = item / kQuads;
             const int column = rank * kColumns + item % kQuads * 4;
-            const uint32_t at = tiles + Config::kPiecesAt + 4 * (row * Config::kPiecePitch + column);
+            const uint32_t from = tiles + Config::kPiecesAt + 4 * (row * Config::kPiecePitch + column);
             float4 part[kSplits];
 #pragma unroll
             for (int i = 0; i < kSplits; ++i) {
-                part[i] = cluster_load(at + i % Config::kPieces * Config::kPieceBytes, i / Config::kPieces);
+                part[i] = cluster_load(from + i % Config::kPieces * Config::kPieceBytes, i / Config::kPieces);
             }
             float4 sum = {};
 #pragma unroll
@@ -297,6 +315,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 
     }
 #endif
 }
+
+// A weight with more elements than this does not stay in L2 beside x. It should come from memory once, so x is walked
+// in bands of rows that do stay there.
+constexpr int64_t kResident = int64_t{1} << 23;
+constexpr int kBandRows = 1024;
 
 // Encodes a tensor map: rows of `k` bfloat16 elements, `stride` elements apart, in boxes of `box_rows` x 64.
 using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
@@ -326,8 +349,10 @@ cudaError_t launch_fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTile
                                   cudaStream_t stream) {
     const auto kernel = fixed_order_mm_kernel<Config, kBf16>;
     FixedOrderMmArgs args = problem.args;
+    args.tiles_m = static_cast<int>((args.m + Config::kTileM - 1) / Config::kTileM);
     args.tiles_n = args.n / Config::kTileN;
-    args.tiles = (args.m + Config::kTileM - 1) / Config::kTileM * args.tiles_n;
+    args.tiles = args.tiles_m * args.tiles_n;
+    args.band = int64_t{args.n} * args.k > kResident ? kBandRows / Config::kTileM : 1;
     // Rows that no copy brings hold what shared memory held; their sums are not stored.
     args.x_rows = Config::kShare > 1 ? Config::kTileM / Config::kShare
                                      : static_cast<int>(std::min<int64_t>(Config::kTileM, (args.m + 7) / 8 * 8));
@@ -342,8 +367,8 @@ cudaError_t launch_fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTile
     attribute[0].id = cudaLaunchAttributeClusterDimension;
     attribute[0].val.clusterDim = {Config::kCluster, 1, 1};
     // A whole block takes tile after tile, so that copies of the next one run under the stores of this one.
-    const int64_t blocks = Config::kWhole ? std::min<int64_t>(args.tiles, processors / Config::kShare * Config::kShare)
-                                          : args.tiles * Config::kCut;
+    const int blocks =
+        Config::kWhole ? std::min(args.tiles, processors / Config::kShare * Config::kShare) : args.tiles * Config::kCut;
     cudaLaunchConfig_t launch = {};
     launch.gridDim = dim3(static_cast<unsigned>(blocks));
     launch.blockDim = dim3(Config::kThreads);
@@ -365,8 +390,8 @@ cudaError_t fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTiled encod
         return launch_fixed_order_mm<Config, kBf16>(problem, encode, processors, stream);
     };
     if (tiles(64, 64) <= 8) return run(FixedOrderMmConfig<1, 64, 8>{});
-    // A single column of tiles: none of 128 columns fits, and no neighbour shares the copies of x.
-    const bool narrow = n < 128;
+    // An odd number of column tiles: none of 128 columns fits, and not every one has a neighbour to share x with.
+    const bool narrow = n % 128 != 0;
     if (!narrow && tiles(64, 128) <= 12) return run(FixedOrderMmConfig<1, 128, 8>{});
     // The shortest K is read as fast by one block as its sum is put together from several.
     const bool long_k = problem.args.k > 2048;
@@ -375,6 +400,12 @@ cudaError_t fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTiled encod
     if (tiles(64, 64) <= 132) {
         return !narrow && tiles(64, 64) > 96 && m > n ? run(FixedOrderMmConfig<1, 64, 1, 2>{})
                                                       : run(FixedOrderMmConfig<1, 64, 1>{});
+    }
+    // A vocabulary. Few rows wait for its weights alone and should copy no more of x than there is; from half a tile
+    // on, what every block reads of x counts as well.
+    if (m <= 64) {
+        if (narrow) return run(FixedOrderMmConfig<1, 64, 1>{});
+        return m > 32 && n % 256 == 0 ? run(FixedOrderMmConfig<1, 128, 1, 2>{}) : run(FixedOrderMmConfig<1, 128, 1>{});
     }
     if (narrow) return run(FixedOrderMmConfig<2, 64, 1>{});
     if (tiles(128, 64) <= 132) {

@@ -45,7 +45,7 @@ def test_pieces_cover_k_at_multiples_of_64_and_are_about_equal(k: int) -> None:
     assert max(lengths) - min(lengths) <= 64
 
 
-@pytest.mark.parametrize(("n", "k"), [(256, 64), (24, 1024), (64, 4096), (7, 2112)])
+@pytest.mark.parametrize(("n", "k"), [(256, 64), (24, 1024), (64, 4096), (7, 2112), (192, 2048), (8192, 256)])
 def test_is_the_documented_sum_and_within_the_bounds(n: int, k: int) -> None:
     x, weight = torch.randn(9, k).bfloat16(), torch.randn(n, k).bfloat16()
     got = fixed_order_mm(x, weight)
@@ -65,6 +65,14 @@ def test_is_the_documented_sum_and_within_the_bounds(n: int, k: int) -> None:
     rounded = fixed_order_mm(x, weight, out_dtype=torch.bfloat16)
     assert_bitwise_equal(rounded, got.bfloat16())
     assert ((rounded.double() - exact).abs() <= error_bound(x, weight, out_dtype=torch.bfloat16)).all()
+
+
+def test_columns_have_the_bits_that_they_have_among_others() -> None:
+    x, weight = torch.randn(5, 512).bfloat16(), torch.randn(2048, 512).bfloat16()
+    every = fixed_order_mm(x, weight)
+    for n in (64, 192, 320, 1024):
+        for first in (0, 2048 - n):
+            assert_bitwise_equal(fixed_order_mm(x, weight[first : first + n]), every[:, first : first + n].contiguous())
 
 
 def test_bound_is_met_where_sums_cancel() -> None:

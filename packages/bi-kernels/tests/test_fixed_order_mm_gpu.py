@@ -7,7 +7,7 @@ import torch
 
 from bi_kernels import fixed_order_mm
 from bi_kernels._ops import fixed_order_mm as op
-from bi_kernels.fixed_order_mm import CUDA_K, CUDA_N
+from bi_kernels.fixed_order_mm import CUDA_K
 from bi_kernels.reference.fixed_order_mm import error_bound
 from bi_kernels.runtime.errors import ArgumentError
 from bi_kernels.testing import (
@@ -20,7 +20,11 @@ from bi_kernels.testing import (
 
 pytestmark = pytest.mark.gpu
 
-by_n = pytest.mark.parametrize("n", CUDA_N, ids=lambda n: f"N={n}")
+# Routers, compressors, indexers; odd and even numbers of tiles of 64 and of 128 columns; vocabularies, V4's the last.
+SMALL_N = (64, 128, 192, 256, 320, 384, 512, 1024, 2048)
+WIDE_N = (8192, 8512, 8576, 32_768, 129_280)
+by_n = pytest.mark.parametrize("n", SMALL_N, ids=lambda n: f"N={n}")
+by_wide_n = pytest.mark.parametrize("n", WIDE_N, ids=lambda n: f"N={n}")
 by_k = pytest.mark.parametrize("k", CUDA_K, ids=lambda k: f"K={k}")
 by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -50,9 +54,44 @@ def test_every_number_of_rows_gives_the_same_bits(n, k):
             assert_bitwise_equal(fixed_order_mm(rows, weight), every[first : first + m], f"M={m} from {first}")
 
 
+@by_wide_n
+@by_k
+def test_every_number_of_rows_gives_the_same_bits_of_a_vocabulary(n, k):
+    x, weight = operands(4200, n, k)
+    every = fixed_order_mm(x, weight)
+    for m in (1, 7, 8, 9, 32, 33, 64, 65, 128, 129, 1024, 1025, 4097):
+        for first in (0, 100):
+            got = fixed_order_mm(x[first : first + m], weight)
+            assert_bitwise_equal(got, every[first : first + m], f"M={m} from {first}")
+
+
+@by_k
+def test_every_number_of_columns_gives_the_same_bits(k):
+    x, weight = operands(1100, max(WIDE_N), k)
+    for m in (1, 40, 100, 1100):
+        every = fixed_order_mm(x[:m], weight)
+        for n in (*SMALL_N, *WIDE_N):
+            for first in (0, max(WIDE_N) - n):
+                got = fixed_order_mm(x[:m], weight[first : first + n])
+                assert_bitwise_equal(got, every[:, first : first + n].contiguous(), f"M={m}, N={n} from {first}")
+
+
+@pytest.mark.large
+@by_dtype
+def test_past_two_to_the_31_elements(dtype):
+    m, n = 17_000, 129_280
+    x, weight = operands(m, n, 2048)
+    out = torch.full((m, n), torch.nan, dtype=dtype, device="cuda")
+    assert out.numel() > 1 << 31
+    fixed_order_mm(x, weight, out_dtype=dtype, out=out)
+    for first in (0, 8000, 16_600, m - 300):
+        assert_bitwise_equal(out[first : first + 300], fixed_order_mm(x[first : first + 300], weight, out_dtype=dtype))
+    assert torch.stack([rows.isnan().any() for rows in out.split(1000)]).logical_not().all()
+
+
 @pytest.mark.parametrize("count", [8, 24, 100])
 def test_the_number_of_multiprocessors_does_not_show(count):
-    for n, k in ((64, 4096), (256, 4096), (1024, 7168), (2048, 2048)):
+    for n, k in ((64, 4096), (256, 4096), (1024, 7168), (2048, 2048), (8512, 4096), (32_768, 4096)):
         x, weight = operands(3000, n, k)
         every = {m: fixed_order_mm(x[:m], weight) for m in (1, 65, 500, 3000)}
         with few_multiprocessors(count) as found:
@@ -62,14 +101,14 @@ def test_the_number_of_multiprocessors_does_not_show(count):
             assert_bitwise_equal(few[m], expected, f"{found} multiprocessors, M={m}")
 
 
-@pytest.mark.parametrize(("n", "k"), [(64, 4096), (256, 4096), (384, 7168), (2048, 2048)], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(64, 4096), (256, 4096), (384, 7168), (2048, 2048), (32_768, 4096)], ids=str)
 @by_dtype
 def test_batch_invariance(n, k, dtype):
     x, weight = operands(3, n, k)
     assert_batch_invariant(lambda rows: fixed_order_mm(rows, weight, out_dtype=dtype), x)
 
 
-@pytest.mark.parametrize("n", [64, 256], ids=lambda n: f"N={n}")
+@pytest.mark.parametrize("n", [64, 256, 8192], ids=lambda n: f"N={n}")
 def test_a_split_that_follows_the_rows_is_detected(n):
     x, weight = operands(3, n, 4096)
 
@@ -92,6 +131,18 @@ def test_within_the_bound_of_float64(n, k, dtype):
         assert (error <= error_bound(x, weight, out_dtype=dtype)).all()
 
 
+@by_wide_n
+@by_dtype
+def test_a_vocabulary_is_within_the_bound_of_float64(n, dtype):
+    for m, seed in ((1, 1), (40, 2), (100, 3), (1100, 4)):
+        x, weight = operands(m, n, 4096, seed)
+        got = fixed_order_mm(x, weight, out_dtype=dtype)
+        for first in range(0, n, 16_384):  # the oracle takes eight bytes an element
+            some = slice(first, first + 16_384)
+            error = (got[:, some].double() - x.double() @ weight[some].double().T).abs()
+            assert (error <= error_bound(x, weight[some], out_dtype=dtype)).all()
+
+
 def test_bound_holds_where_sums_cancel_and_for_wide_ranges():
     x, weight = operands(70, 256, 4096)
     weight[:, 2048:], x[:, 2048:] = -weight[:, :2048], x[:, :2048]
@@ -103,7 +154,7 @@ def test_bound_holds_where_sums_cancel_and_for_wide_ranges():
     assert (error <= error_bound(x, weight)).all()
 
 
-@by_n
+@pytest.mark.parametrize("n", [*SMALL_N, *WIDE_N], ids=lambda n: f"N={n}")
 def test_bf16_is_the_float32_result_rounded_once(n):
     for m in (3, 300, 2500):
         x, weight = operands(m, n, 4096)
@@ -176,7 +227,12 @@ def test_opcheck():
 
 @pytest.mark.parametrize(
     ("n", "k", "match"),
-    [(320, 4096, "weight: expected N one of"), (128, 4096, "weight: expected N"), (256, 8192, "x: expected K one of")],
+    [
+        (288, 4096, "weight: expected N a positive multiple of 64"),
+        (129_281, 4096, "weight: expected N a positive multiple of 64"),
+        (0, 4096, "weight: expected N a positive multiple of 64"),
+        (256, 8192, "x: expected K one of"),
+    ],
     ids=str,
 )
 def test_other_shapes_are_refused(n, k, match):

@@ -31,6 +31,35 @@ def hooked():
     hooks.deactivate(PLAN)
 
 
+@pytest.fixture(scope="module")
+def v4_config(hooked):
+    """vLLM as it is while it builds a DeepSeek-V4 on one rank."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, "tcp://127.0.0.1:29537", 0, "nccl")
+        initialize_model_parallel(1, 1)
+        hf_config = SimpleNamespace(model_type="deepseek_v4")
+        config.model_config = SimpleNamespace(hf_config=hf_config, head_dtype=torch.bfloat16)
+        yield config
+
+
+@pytest.fixture(scope="module")
+def lm_head(v4_config):
+    """A processor of logits and a head, for a vocabulary that vLLM pads to that of V4."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    with torch.device("cuda"):
+        processor = LogitsProcessor(129_250)
+        head = ParallelLMHead(129_250, 4096, params_dtype=torch.bfloat16, prefix="lm_head")
+    assert head.weight.shape == (129_280, 4096)
+    head.weight.data.normal_().mul_(2.0**-6)
+    return processor, head
+
+
 def unfused(x, limit=LIMIT):
     """vLLM's own chain, which shared experts keep: activation to bfloat16, then the dense layers' quantiser."""
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
@@ -91,7 +120,7 @@ def test_the_patches_are_in_place(hooked):
         assert getattr(fp8_utils, name) is getattr(vllm_publish, name)
     assert fp8_utils.is_batch_invariant_quant_kernel_enabled()
     fp8_utils.require_batch_invariant_quant_kernel()
-    assert len(hooked.patches) == 8
+    assert len(hooked.patches) == 9
 
 
 def test_batch_invariant_log_softmax_is_ours(hooked):
@@ -102,6 +131,47 @@ def test_batch_invariant_log_softmax_is_ours(hooked):
     logits = torch.randn(5, 129_280, device="cuda") * 3
     equal(_log_softmax_batch_invariant(logits, -1, False), log_softmax(logits))
     equal(_log_softmax_batch_invariant(logits.bfloat16(), 1, True), log_softmax(logits.bfloat16().float()))
+
+
+def test_logits_are_the_fixed_order_product(lm_head):
+    from vllm.models.deepseek_v4.nvidia.model import DeepseekV4ForCausalLM
+
+    from bi_kernels import fixed_order_mm
+
+    processor, head = lm_head
+    model = SimpleNamespace(logits_processor=processor, lm_head=head)
+    x = torch.randn(2100, 4096, device="cuda").bfloat16()
+    want = fixed_order_mm(x, head.weight, out_dtype=torch.bfloat16)[:, :129_250]
+    for rows in (1, 8, 32, 33, 64, 65, 128, 256, 1025, 2100):
+        # What vLLM's runner calls for sampled rows and for prompt logprobs, and what a trainer calls.
+        logits = DeepseekV4ForCausalLM.compute_logits(model, x[:rows])
+        assert logits.dtype == torch.bfloat16
+        equal(logits, want[:rows], f"{rows} rows")
+
+
+def test_logits_of_a_row_do_not_depend_on_the_batch(lm_head):
+    from bi_kernels.testing import assert_batch_invariant, must_detect
+
+    processor, head = lm_head
+    x = torch.randn(3, 4096, device="cuda").bfloat16()
+    assert_batch_invariant(lambda rows: processor(head, rows), x, batch_sizes=(1, 2, 17, 32, 33, 64, 65, 129))
+
+    def by_batch(rows):
+        halves = zip(rows.float().chunk(min(2, len(rows)), 1), head.weight.chunk(min(2, len(rows)), 1), strict=True)
+        return sum((a @ b[:2048].float().T).bfloat16() for a, b in halves)
+
+    must_detect(by_batch, x, batch_sizes=(2, 17), neighbours=("zero",))
+
+
+def test_another_model_keeps_vllms_logits(v4_config):
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    v4_config.model_config.hf_config.model_type = "deepseek_v3"
+    try:
+        assert type(LogitsProcessor(1000)) is LogitsProcessor
+    finally:
+        v4_config.model_config.hf_config.model_type = "deepseek_v4"
+    assert type(LogitsProcessor(1000)).__module__ == "bi_kernels.vllm_lm_head"
 
 
 def test_a_model_is_checked_before_it_is_built(hooked):

@@ -143,7 +143,7 @@ def test_our_ops_pass_on_the_models_shapes_and_their_twins_do_not(hidden):
         hidden_size=hidden, n_routed_experts=256, moe_intermediate_size=2048, index_n_heads=64, vocab_size=129_280
     )
     found = vllm_model_check.self_tests(shapes)
-    assert len(found) == 7
+    assert len(found) == 8
     for test in found:  # run_self_test raises where the twin goes unnoticed
         report = probe.run_self_test(test, device=torch.device("cuda", 0))
         assert report.ok, report

@@ -6,7 +6,7 @@ One JSON line per number of tokens and weight, (N, K): 256 experts, top 6, rando
 that no weights wait in the L2 cache. Bytes are the weights of experts with rows once, the rows, and the result.
 DeepGEMM gets the layout and the scales that vLLM gives it: every expert padded to 128 rows; scales by rows for the
 first product, by columns for the second. ``bitwise``: every row of every tile variant equals DeepGEMM's, or (with
-``--no-deep-gemm``, which needs no vLLM) the first variant's. Replayed from CUDA graphs, by turns with the copy; medians.
+``--no-deep-gemm``, which needs no vLLM) the first variant's. Replayed from CUDA graphs by turns with the copy; medians.
 """
 
 from __future__ import annotations

@@ -32,12 +32,13 @@ void fp8_gemm_offsets(const Tensor& out, const Tensor& q, const Tensor& s, const
     bi::check_tensor(offsets, "offsets", Type::Int, "int32", 1, device);
     bi::check_tensor(out, "out", Type::BFloat16, "bfloat16", 2, device);
     const int64_t rows = q.size(0), k = q.size(1), experts = wq.size(0), n = wq.size(1), groups = k / 128;
-    STD_TORCH_CHECK(k > 0 && k % 128 == 0, "q: expected K a positive multiple of 128, got ", k);
+    STD_TORCH_CHECK(k > 0 && k % 128 == 0 && k <= bi::moe::kGemmMaxK, "q: expected K in multiples of 128 from 128 to ",
+                    bi::moe::kGemmMaxK, ", got ", k);
     STD_TORCH_CHECK(n > 0 && n % 64 == 0, "wq: expected N a positive multiple of 64, got ", n);
     STD_TORCH_CHECK(experts > 0 && experts <= bi::moe::kGemmMaxExperts, "wq: expected 1 to ", bi::moe::kGemmMaxExperts,
                     " experts, got ", experts);
     constexpr int64_t kMost = (int64_t{1} << 31) - 1024;
-    STD_TORCH_CHECK(rows < kMost && experts * n < kMost && k < kMost, "q, wq: expected fewer than 2**31 - 1024 rows");
+    STD_TORCH_CHECK(rows < kMost && experts * n < kMost, "q, wq: expected fewer than 2**31 - 1024 rows");
     bi::check_size(wq, "wq", 2, k);
     bi::check_size(s, "s", 0, rows);
     bi::check_size(s, "s", 1, groups);

@@ -25,6 +25,7 @@ namespace bi::moe {
 constexpr int kGemmBlockK = 128;  // bytes: one row of the swizzle, one scale
 constexpr int kGemmBoxRows = 8;   // of tokens, in one copy: an atom of the swizzle
 constexpr int kGemmMaxExperts = 1024;
+constexpr int kGemmMaxK = 16384;  // whose scales leave room for two stages
 constexpr int kGemmMaxStages = 16;
 
 // Strides count elements.
@@ -404,7 +405,10 @@ cudaError_t launch_fp8_gemm(const Fp8GemmProblem& problem, EncodeTiled encode, i
                         Config::kTileN)) {
         return cudaErrorInvalidValue;
     }
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+    error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) return error;
     // Blocks take tile after tile, so that copies of the next one run under the end of this one; how many tiles there
     // are stands in offsets, which the host does not read.

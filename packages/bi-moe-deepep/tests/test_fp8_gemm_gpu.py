@@ -53,14 +53,16 @@ def take(q: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return q.view(torch.uint8)[index].view(q.dtype)
 
 
-@pytest.mark.parametrize(("n", "k"), [(64, 128), (192, 384), (128, 128), (256, 640), (384, 7168)], ids=str)
+@pytest.mark.parametrize(
+    ("n", "k"), [(64, 128), (192, 384), (128, 128), (256, 640), (384, 7168), (128, 16384)], ids=str
+)
 def test_small_integers_give_the_references_bits(n: int, k: int) -> None:
     """Sums that every adder has room for: a wrong element shows where an index is wrong."""
     generator = torch.Generator("cuda").manual_seed(n + k)
     for counts in ([1], [0, 3, 0, 9, 17, 0, 40, 1], [70, 0, 129, 5], [8, 8, 8], [300]):
         rows, experts = sum(counts), len(counts)
-        q = torch.randint(-2, 3, (rows + 3, k), generator=generator, device="cuda").to(torch.float8_e4m3fn)
-        wq = torch.randint(-2, 3, (experts, n, k), generator=generator, device="cuda").to(torch.float8_e4m3fn)
+        q = torch.randint(-2, 3, (rows + 3, k), generator=generator, device="cuda").float().to(torch.float8_e4m3fn)
+        wq = torch.randint(-2, 3, (experts, n, k), generator=generator, device="cuda").float().to(torch.float8_e4m3fn)
         s = scales(generator, rows + 3, k // 128, power=True)
         ws = scales(generator, experts, (n + 127) // 128, k // 128, power=True)
         want = torch.full((rows + 3, n), 7.0, dtype=torch.bfloat16)

@@ -88,7 +88,7 @@ def test_v4_gates_have_one_path_for_every_number_of_tokens(model: SimpleNamespac
         ({"out_dtype": torch.bfloat16}, "out_dtype"),
         ({"out_dtype": None}, "out_dtype"),
         ({"params_dtype": torch.float32}, "gate weight"),
-        ({"output_size": 320}, "gate"),
+        ({"output_size": 300}, "gate"),
         ({"input_size": 1024}, "gate"),
     ],
     ids=str,

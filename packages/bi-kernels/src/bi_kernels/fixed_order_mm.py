@@ -1,4 +1,4 @@
-"""Small matrix products with an order of summation that is a function of K alone."""
+"""Matrix products with an order of summation that is a function of K alone."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from .runtime.native import require_native
 
 __all__ = ["CUDA_K", "CUDA_N", "fixed_order_mm", "split_k"]
 
-CUDA_N = (64, 256, 384, 512, 1024, 2048)
-"""Columns that the CUDA kernel takes: those of DeepSeek-V4's routers, compressors and indexers."""
+CUDA_N = range(64, 1 << 31, 64)
+"""Columns that the CUDA kernel takes: every multiple of 64, which is how vLLM pads vocabularies."""
 CUDA_K = (2048, 4096, 7168)
 """Row lengths that the CUDA kernel takes."""
-_UNPROVEN = "The kernel was validated for these only; add the shape to its tests first."
 
 
 def split_k(k: int) -> int:
@@ -52,13 +51,14 @@ def fixed_order_mm(
     implementation stays within :func:`bi_kernels.reference.fixed_order_mm.error_bound`.
 
     For router gates and both compressors' ``kv_score``, which need float32 results: ``torch.mm`` picks its algorithm
-    from M. And for the indexer's ``weights_proj`` to bfloat16: vLLM's batch-invariant linear computes its 64 columns in
-    one block, however long K is.
+    from M. To bfloat16 for the indexer's ``weights_proj``, whose 64 columns vLLM's batch-invariant linear computes in
+    one block, however long K is, and for the ``lm_head``, whose weights that linear reads at a third of the memory's
+    speed. A trainer must compute these with this function, or its logits are others.
 
     Args:
         x: ``(M, K)``, bfloat16, last dim contiguous; M may be 0, K is a positive multiple of 64; on a GPU one of
             :data:`CUDA_K`, rows starting at multiples of 16 bytes.
-        weight: ``(N, K)``, bfloat16, last dim contiguous; on a GPU N is one of :data:`CUDA_N`, rows aligned likewise.
+        weight: ``(N, K)``, bfloat16, last dim contiguous; on a GPU N is in :data:`CUDA_N`, rows aligned likewise.
         out_dtype: float32, or bfloat16: rounded once from the float32 result.
         out: ``(M, N)``, ``out_dtype``, last dim contiguous, or None to allocate. Must not overlap the inputs.
 
@@ -71,20 +71,27 @@ def fixed_order_mm(
         UnsupportedArchError: ``x`` is on a GPU other than Hopper: the kernel's matrix instructions are Hopper's.
 
     Invariance:
-        Row ``i`` of the result depends on row ``i`` of ``x`` and on ``weight`` alone, bit for bit.
+        Row ``i`` of the result depends on row ``i`` of ``x`` and on ``weight`` alone, bit for bit; element ``i, j`` on
+        these and on row ``j`` of ``weight``, so that a part of the columns has the bits that it has among all.
 
     Source: preview-pr.txt, *Router gate logits use a common FP32 path*; vLLM ``router/gate_linear.py`` and
-    ``models/deepseek_v4/attention.py`` (``kv_score``); design.md, *Small projections with fp32 output*.
+    ``models/deepseek_v4/attention.py`` (``kv_score``), ``logits_processor.py: LogitsProcessor._apply_head``; design.md,
+    *Small projections with fp32 output*.
     """
     check_tensor("x", x, dtype=torch.bfloat16, shape=("M", "K"), last_dim_contiguous=True)
     k = x.shape[1]
     check_value("x", k > 0 and k % 64 == 0, "K a positive multiple of 64", f"K = {k}", "Pad K with zeros.")
     check_tensor("weight", weight, dtype=torch.bfloat16, shape=("N", k), device=x.device, last_dim_contiguous=True)
     if x.is_cuda:
+        n = weight.shape[0]
+        check_value("weight", n in CUDA_N, "N a positive multiple of 64 on a GPU", f"N = {n}", "Pad N with zeros.")
         check_value(
-            "weight", weight.shape[0] in CUDA_N, f"N one of {CUDA_N} on a GPU", f"N = {weight.shape[0]}", _UNPROVEN
+            "x",
+            k in CUDA_K,
+            f"K one of {CUDA_K} on a GPU",
+            f"K = {k}",
+            "The kernel was validated for these only; add the shape to its tests first.",
         )
-        check_value("x", k in CUDA_K, f"K one of {CUDA_K} on a GPU", f"K = {k}", _UNPROVEN)
     check_value(
         "out_dtype",
         out_dtype in (torch.float32, torch.bfloat16),

@@ -27,7 +27,8 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
     Args:
         logits: ``(T, V)``, float32; raw, neither scaled by a temperature nor truncated. V is at least 1;
-            on a GPU at most :data:`CUDA_COLUMNS`.
+            on a GPU at most :data:`CUDA_COLUMNS`. For bits that a trainer shares with vLLM they must be
+            :func:`bi_kernels.fixed_order_mm` of the hidden state and the ``lm_head`` to bfloat16, cast to float32.
 
     Returns:
         ``(T, V)`` float32.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .fixed_order_mm import CUDA_N, fixed_order_mm
+from .fixed_order_mm import fixed_order_mm
 from .log_softmax import log_softmax
 from .runtime import probe
 from .runtime.errors import Blocker, HookError
@@ -22,6 +22,9 @@ from .runtime.settings import config_blockers
 from .silu_mul_quant import fused_silu_mul_per_token_group_quant
 
 __all__ = ["checked_init", "model_blockers", "self_tests"]
+
+_PROJECTIONS = (512, 1024, 2048)
+"""Columns of both compressors' ``kv_score``, and of those of an indexer."""
 
 
 def checked_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -65,10 +68,10 @@ def model_blockers(vllm_config: Any) -> list[Blocker]:
 def self_tests(config: Any) -> tuple[probe.SelfTest, ...]:
     """This package's ops on the shapes of a model with ``config`` (its ``hf_config``): each op and its twin."""
     hidden, experts, inter = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
-    widths = sorted({*(n for n in CUDA_N if n >= 512), experts})
+    vocabulary = -(-config.vocab_size // 64) * 64  # as vLLM pads it
     return (
-        *(_projection(n, hidden, torch.float32) for n in widths),
-        _projection(config.index_n_heads, hidden, torch.bfloat16),
+        *(_projection(n, hidden, torch.float32) for n in sorted({*_PROJECTIONS, experts})),
+        *(_projection(n, hidden, torch.bfloat16) for n in (config.index_n_heads, vocabulary)),
         _activation(inter),
         _logprobs(config.vocab_size),
     )
@@ -107,16 +110,18 @@ def _projection(n: int, k: int, dtype: torch.dtype) -> probe.SelfTest:
     @functools.cache
     def weight() -> torch.Tensor:
         generator = torch.Generator("cuda").manual_seed(n)
-        return torch.randn(n, k, generator=generator, device="cuda", dtype=torch.float32).bfloat16()
+        return torch.randn(n, k, generator=generator, device="cuda", dtype=torch.bfloat16)
 
     def by_batch(x: torch.Tensor) -> torch.Tensor:
-        # One pass over K for a single row, two halves added for more: how GEMM libraries split K by M.
+        # One pass over K for a single row, two halves added for more: how GEMM libraries split K by M. Some columns
+        # show it, and all those of a vocabulary would take gigabytes in float32.
+        some = weight()[:2048].float()
         if len(x) == 1:
-            return (x.float() @ weight().float().T).to(dtype)
+            return (x.float() @ some.T).to(dtype)
         half = k // 2
         left, right = (x[:, :half].float(), x[:, half:].float())
         # Each half is rounded, or the last rounding of a bfloat16 result would hide what the split did.
-        return (left @ weight()[:, :half].float().T).to(dtype) + (right @ weight()[:, half:].float().T).to(dtype)
+        return (left @ some[:, :half].T).to(dtype) + (right @ some[:, half:].T).to(dtype)
 
     return probe.SelfTest(
         name="bi_kernels.fixed_order_mm",

@@ -28,6 +28,7 @@ __all__ = [
 _BLOCK = 128
 _OUT_DTYPES = (torch.bfloat16, torch.float32)
 _CUDA_EXPERTS = 1024  # of which a block of the kernel keeps a table
+_CUDA_K = 16384  # whose scales leave a block of the kernel enough shared memory
 
 
 def fp8_gemm_nt(
@@ -176,7 +177,7 @@ def m_grouped_fp8_gemm_nt_offsets(
             16 bytes.
         s: ``(R, K / 128)``, float32, any strides.
         wq: ``(E, N, K)``, float8_e4m3fn, last dim contiguous; on a GPU no gaps between experts, rows aligned likewise,
-            N a multiple of 64, at most 1024 experts.
+            N a multiple of 64, K at most 16384, at most 1024 experts.
         ws: ``(E, ceil(N / 128), K / 128)``, float32, any strides.
         offsets: ``(E + 1,)``, int32, ascending from 0 to at most R: expert ``e`` has the rows from ``offsets[e]`` up to
             ``offsets[e + 1]``. A kernel does not look whether it is so; it neither reads nor writes past row R.
@@ -221,10 +222,11 @@ def _check_cuda(q: torch.Tensor, wq: torch.Tensor, offsets: torch.Tensor, out: t
             "m_grouped_fp8_gemm_nt_offsets: expected a GPU of compute capability 9.0, got another one. The kernel is "
             "built on Hopper's matrix instructions, and no other has been validated. Run on Hopper."
         )
-    experts, n, _ = wq.shape
+    experts, n, k = wq.shape
     remedy = "The kernel takes no other; use DeepGEMM's contiguous product."
     check_value("wq", n > 0 and n % 64 == 0, "N a positive multiple of 64 on a GPU", f"N = {n}", remedy)
     check_value("wq", 0 < experts <= _CUDA_EXPERTS, f"1 to {_CUDA_EXPERTS} experts on a GPU", experts, remedy)
+    check_value("wq", 0 < k <= _CUDA_K, f"K from 128 to {_CUDA_K} on a GPU", f"K = {k}", remedy)
     gaps = experts > 1 and wq.stride(0) != n * wq.stride(1)
     check_value("wq", not gaps, "experts without gaps between them", f"strides {wq.stride()}", "Make it contiguous.")
     check_value("offsets", offsets.is_contiguous(), "contiguous memory", f"stride {offsets.stride()}", "Copy it.")

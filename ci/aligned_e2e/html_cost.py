@@ -1,0 +1,198 @@
+"""What aligned mode costs, as a section of the page: tokens per second, GPU time of a step, and where it goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .html_markup import NOT_RUN, Column, Markup, bar, details, join, table, tag, value_or_not_run
+from .report_view import Record, items, mapping, number, rows_of, text
+
+__all__ = ["GOAL_PERCENT", "cost"]
+
+GOAL_PERCENT = 5.0
+"""How much slower than stock vLLM aligned mode may be."""
+
+_APART = (("layers", "43 layers"), ("lm_head", "lm_head"), ("final norm", "final norm"),
+          ("log_softmax", "log-softmax"), ("sampling", "sampling"))  # fmt: skip
+"""Parts of an extrapolated step, and what they are called; the rest is small."""
+
+
+def cost(report: Record) -> Markup:
+    """The section. Whatever the report does not have is shown as not run."""
+    rows = rows_of(report, "cost")
+    overheads = [x for row in rows if (x := _finite(row, "overhead_percent")) is not None]
+    above = sum(x > GOAL_PERCENT for x in overheads)
+    summary = tag("span", f"{above} of {len(overheads)} workloads are more than {GOAL_PERCENT:g} % slower.",
+                  class_="bad-text" if above else "good-text") if overheads else None  # fmt: skip
+    profiles = rows_of(report, "profiles") or _only_profile(report)
+    return join([
+        tag("p", "Stock with the flag off and its faster choice of experts, and aligned, by turns in one run. Medians, "
+            "and below them how far turns were apart. Bars to the right are slower, to the left faster; the dashed "
+            "line is the goal. ", summary, class_="lead"),
+        _workloads(rows, overheads) if rows else tag("p", NOT_RUN),
+        tag("h3", "GPU time of one step"),
+        _steps(profiles) if profiles else tag("p", NOT_RUN),
+        tag("h3", "Extrapolated to the whole model"),
+        tag("p", "Layers as often as DeepSeek-V4-Flash has them, everything else once; lm_head, log-softmax and "
+            "sampling at its vocabulary. Stock → aligned, in microseconds.", class_="lead"),
+        _whole(profiles) if profiles else tag("p", NOT_RUN),
+        tag("h3", "GPU time by layer type and by op, of one step", tag("span", "stock", class_="key stock"),
+            tag("span", "aligned", class_="key ours")),
+        *([details(f"{_name(profile)}: layer types, and what each op adds or saves", _profile(profile))
+           for profile in profiles] or [tag("p", NOT_RUN)]),
+    ])  # fmt: skip
+
+
+def _only_profile(report: Record) -> list[Record]:
+    """A report's one profile, where it has no list of them."""
+    found = {key: report.get(key) for key in ("layers", "ops", "extrapolated")}
+    return [found] if any(found.values()) else []
+
+
+def _name(profile: Record) -> str:
+    batch = number(profile, "batch")
+    return f"{text(profile, 'workload') or 'one step'}{'' if batch is None else f', batch {batch:,}'}"
+
+
+def _finite(row: Record, key: str) -> float | None:
+    """A number that can be drawn."""
+    value = number(row, key)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _state(overhead: float | None) -> str | None:
+    return None if overhead is None else "good" if overhead <= GOAL_PERCENT else "bad"  # NaN is bad
+
+
+def _slower(overhead: float | None) -> Markup:
+    said = value_or_not_run(overhead, "{:+.1f} %")
+    return tag("span", said, class_="bad-text") if _state(overhead) == "bad" else said
+
+
+def _apart(value: Markup, row: Record, key: str, form: str) -> Markup:
+    """A median, and the least and the most of all turns."""
+    spread = items(row, key)
+    if len(spread) != 3 or not all(isinstance(x, int | float) for x in spread):
+        return value
+    ends = " to ".join(form.format(x) for x in (spread[0], spread[2]))
+    return tag("span", value, tag("small", ends), class_="spread")
+
+
+def _workloads(rows: Sequence[Record], overheads: Sequence[float]) -> Markup:
+    low = min([*overheads, 0.0]) * 1.1
+    high = max([*overheads, GOAL_PERCENT]) * 1.1
+    columns = (Column("workload"), Column("batch", number=True), Column("stock tok/s", number=True),
+               Column("aligned tok/s", number=True), Column("slower by", number=True), Column("", wide=True),
+               Column("stock's experts"))  # fmt: skip
+    made = []
+    for row in rows:
+        overhead = number(row, "overhead_percent")
+        state, ends = _state(overhead), _finite(row, "overhead_percent")
+        chart = None
+        if state is not None and ends is not None:
+            chart = bar(ends, low, high, class_=state, label=f"{overhead:+.1f} %", marks={"goal": GOAL_PERCENT})
+        stock, aligned = (value_or_not_run(number(row, f"{side}_tok_s"), "{:,.0f}") for side in ("stock", "aligned"))
+        cells = (
+            value_or_not_run(text(row, "workload")),
+            value_or_not_run(number(row, "batch")),
+            _apart(stock, row, "stock_spread", "{:,.0f}"),
+            _apart(aligned, row, "aligned_spread", "{:,.0f}"),
+            _apart(_slower(overhead), row, "overhead_spread", "{:+.1f}"),
+            chart,
+            value_or_not_run(text(row, "stock_baseline")),
+        )
+        made.append((None, cells))
+    return table(columns, made)
+
+
+def _steps(profiles: Sequence[Record]) -> Markup:
+    """The model's forward, on the GPU alone."""
+    columns = (Column("step"), Column("stock µs", number=True), Column("aligned µs", number=True),
+               Column("slower by", number=True))  # fmt: skip
+    rows = []
+    for profile in profiles:
+        stock, aligned = (number(profile, f"{side}_forward_us") for side in ("stock", "aligned"))
+        overhead = 100 * (aligned / stock - 1) if stock and aligned is not None else None
+        cells = (_name(profile), *(value_or_not_run(us, "{:,.0f}") for us in (stock, aligned)), _slower(overhead))
+        rows.append((None, cells))
+    return table(columns, rows)
+
+
+def _whole(profiles: Sequence[Record]) -> Markup:
+    columns = (Column("step"), Column("whole", number=True), Column("slower by", number=True),
+               *(Column(title, number=True) for _, title in _APART))  # fmt: skip
+    rows = []
+    for profile in profiles:
+        found = mapping(profile, "extrapolated")
+        parts = {text(part, "part"): part for part in rows_of(found, "parts")}
+        cells = (
+            _name(profile),
+            _pair(found),
+            _slower(number(found, "overhead_percent")),
+            *(_pair(parts.get(name, {})) for name, _ in _APART),
+        )
+        rows.append((None, cells))
+    return table(columns, rows)
+
+
+def _pair(row: Record) -> Markup:
+    stock, aligned = (number(row, f"{side}_us") for side in ("stock", "aligned"))
+    if stock is None or aligned is None:
+        return NOT_RUN
+    return join([f"{stock:,.0f} → {aligned:,.0f}"])
+
+
+def _profile(profile: Record) -> Markup:
+    layers, ops = rows_of(profile, "layers"), rows_of(profile, "ops")
+    return join([
+        _paired(layers) if layers else tag("p", NOT_RUN),
+        _op_table(ops) if ops else tag("p", NOT_RUN),
+    ])  # fmt: skip
+
+
+def _paired(layers: Sequence[Record]) -> Markup:
+    times = [x for row in layers for key in ("stock_us", "aligned_us") if (x := _finite(row, key)) is not None]
+    most = max([*times, 0.0]) or 1.0
+    columns = (Column("layer type"), Column("stock µs", number=True), Column("aligned µs", number=True),
+               Column("", wide=True))  # fmt: skip
+    rows = []
+    for row in layers:
+        stock, aligned = number(row, "stock_us"), number(row, "aligned_us")
+        bars = [
+            bar(x, 0.0, most, class_=class_, label=f"{x:,.1f} µs")
+            for x, class_ in ((stock, "stock"), (aligned, "ours"))
+            if x is not None and math.isfinite(x)
+        ]
+        name = value_or_not_run(text(row, "layer_type"))
+        rows.append(
+            (None, (name, value_or_not_run(stock, "{:,.1f}"), value_or_not_run(aligned, "{:,.1f}"), join(bars)))
+        )
+    return table(columns, rows)
+
+
+def _op_table(ops: Sequence[Record]) -> Markup:
+    def adds(row: Record) -> float | None:
+        stock, aligned = (_finite(row, key) for key in ("stock_us", "aligned_us"))
+        return None if stock is None or aligned is None else aligned - stock
+
+    added = [x for row in ops if (x := adds(row)) is not None]
+    low, high = min([*added, 0.0]) * 1.1, max([*added, 0.0]) * 1.1
+    columns = (Column("op"), Column("calls", number=True), Column("stock µs", number=True),
+               Column("aligned µs", number=True), Column("adds µs", number=True), Column("", wide=True))  # fmt: skip
+    rows = []
+    for row in sorted(ops, key=lambda row: -abs(adds(row) or 0.0)):
+        more = adds(row)
+        chart = None
+        if more is not None and high > low:
+            chart = bar(more, low, high, class_="more" if more > 0 else "less", label=f"{more:+,.1f} µs")
+        cells = (
+            value_or_not_run(text(row, "op")),
+            value_or_not_run(number(row, "calls")),
+            value_or_not_run(number(row, "stock_us"), "{:,.1f}"),
+            value_or_not_run(number(row, "aligned_us"), "{:,.1f}"),
+            value_or_not_run(more, "{:+,.1f}"),
+            chart,
+        )
+        rows.append((None, cells))  # fmt: skip
+    return table(columns, rows)
