@@ -182,8 +182,9 @@ def compile_kernels(tokens: list[int]) -> None:
 def compiling() -> Iterator[None]:
     """Processes that compile beside what is done meanwhile, and have ended afterwards."""
     started = time.monotonic()
+    env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # each would start a pool as large as the machine
     made = [
-        subprocess.Popen([sys.executable, __file__, "--compile", *map(str, tokens)], stdout=subprocess.DEVNULL)
+        subprocess.Popen([sys.executable, __file__, "--compile", *map(str, tokens)], stdout=subprocess.DEVNULL, env=env)
         for tokens in COMPILED_TOGETHER
     ]
     try:
