@@ -67,7 +67,7 @@ bi-sparse-attn:bench)
     step 120 bench.txt python3 "$benchmarks/vllm_attention.py" --out "$OUT/vllm/h200.jsonl"
     ;;
 bi-moe-deepep:bench)
-    step 120 bench.txt env -u VLLM_BATCH_INVARIANT python3 "$benchmarks/bench_vllm_layers.py" --out "$OUT/h200.jsonl"
+    step 180 bench.txt env -u VLLM_BATCH_INVARIANT python3 "$benchmarks/bench_vllm_layers.py" --out "$OUT/h200.jsonl"
     ;;
 bi-reload:bench)
     # The engines start while kernels are compiled; they stand idle while mHC is timed, and are timed when it is done.

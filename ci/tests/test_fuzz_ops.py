@@ -122,12 +122,18 @@ CALLS: dict[Callable[..., Any], Callable[[], Arguments]] = {
     moe.m_grouped_fp8_gemm_nt_masked: lambda: {
         "q": values(2, 3, 128, dtype=F8), "s": scales(2, 3, 1), "wq": values(2, 8, 128, dtype=F8),
         "ws": scales(2, 1, 1), "masked_m": ints(3, 1), "out": values(2, 3, 8)},
+    moe.m_grouped_fp8_gemm_nt_offsets: lambda: {
+        "q": values(3, 128, dtype=F8), "s": scales(3, 1), "wq": values(2, 8, 128, dtype=F8), "ws": scales(2, 1, 1),
+        "offsets": ints(0, 1, 3), "out": values(3, 8)},
     moe.router_gate_logits: lambda: {"x": values(3, 128), "weight": values(8, 128), "out": torch.zeros(3, 8)},
     moe.select_experts: lambda: {
         "logits": values(3, 8, dtype=F32), "top_k": 2, "bias": values(8, dtype=F32), "renormalize": True,
         "routed_scaling_factor": 1.5, "out_weights": torch.zeros(3, 2), "out_ids": torch.zeros(3, 2, dtype=I32)},
     moe.stage_tokens: lambda: {
         "x": values(3, 8), "topk_ids": ints(0, 1, 2, -1, 3, 0).view(3, 2), "num_experts": 4, "capacity": 3},
+    moe.pack_tokens: lambda: {
+        "q": values(3, 128, dtype=F8), "s": scales(3, 1), "topk_ids": ints(0, 1, 2, -1, 3, 0).view(3, 2),
+        "num_experts": 4},
     moe.combine_ordered: lambda: {
         "expert_out": values(2, 3, 8), "slots": ints(0, 5, -1, 2).view(2, 2), "topk_weights": values(2, 2, dtype=F32),
         "out": values(2, 8)},

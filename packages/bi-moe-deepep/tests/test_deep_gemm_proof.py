@@ -10,7 +10,7 @@ import torch
 
 from bi_kernels import ContractError
 from bi_kernels.runtime import probe
-from bi_moe_deepep import fp8_gemm
+from bi_moe_deepep import deep_gemm_proof, fp8_gemm
 from bi_moe_deepep.deep_gemm_proof import DeepGemmShapes, Products, deep_gemm_self_tests, prove_deep_gemm
 
 CPU = torch.device("cpu")
@@ -54,6 +54,7 @@ def test_the_specified_arithmetic_passes_and_is_remembered() -> None:
         "deep_gemm.m_grouped_contiguous",
         "deep_gemm.m_grouped_masked",
         "deep_gemm.m_grouped_layouts",
+        "deep_gemm.m_grouped_packed",
     ]
     assert all(report.ok and report.comparisons > 40 for report in reports)
     ran = len(calls)
@@ -101,7 +102,33 @@ def test_layouts_that_differ_are_named() -> None:
 
     with pytest.raises(ContractError) as caught:
         prove_deep_gemm(SHAPES, device=CPU, products=products("layouts", contiguous=other))
-    assert [blocker.subject for blocker in caught.value.blockers] == ["deep_gemm.m_grouped_layouts"]
+    names = ["deep_gemm.m_grouped_layouts", "deep_gemm.m_grouped_packed"]
+    assert [blocker.subject for blocker in caught.value.blockers] == names
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 128])
+def test_a_packed_product_that_is_not_the_contiguous_one_is_named(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*arguments: torch.Tensor) -> torch.Tensor:
+        """One bit of one row, of an expert that the row under test is not of."""
+        out = fp8_gemm.m_grouped_fp8_gemm_nt_offsets(*arguments)
+        start, stop = arguments[4][-2:].tolist()
+        if stop - start == rows:
+            out.view(torch.int16)[stop - 1, 3] ^= 1
+        return out
+
+    monkeypatch.setattr(deep_gemm_proof, "m_grouped_fp8_gemm_nt_offsets", other)
+    with pytest.raises(ContractError, match=r"m_grouped_packed: .* differs") as caught:
+        prove_deep_gemm(SHAPES, device=CPU, products=products(f"packed {rows}"))
+    assert [blocker.subject for blocker in caught.value.blockers] == ["deep_gemm.m_grouped_packed"]
+
+
+def test_a_packed_product_that_differs_everywhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*arguments: torch.Tensor) -> torch.Tensor:
+        return fp8_gemm.m_grouped_fp8_gemm_nt_offsets(*arguments).mul_(1.0078125)
+
+    monkeypatch.setattr(deep_gemm_proof, "m_grouped_fp8_gemm_nt_offsets", other)
+    with pytest.raises(ContractError, match="m_grouped_packed: "):
+        prove_deep_gemm(SHAPES, device=CPU, products=products("packed"))
 
 
 def test_a_proof_that_cannot_tell_is_an_error() -> None:
@@ -137,5 +164,5 @@ def test_shapes_of_v4_flash() -> None:
     assert flash.dense == ((4096, 4096), (4096, 2048), (1536, 4096), (32768, 1024), (4096, 8192), (8192, 1024))
     assert DeepGemmShapes.from_model(hidden=2048, intermediate=256).dense == ((512, 2048), (2048, 256))
     tests = deep_gemm_self_tests(products("names"), flash)
-    assert len(tests) == 6 + 2 * 3
+    assert len(tests) == 6 + 2 * 4
     assert len({(test.name, test.shape_key) for test in tests}) == len(tests)

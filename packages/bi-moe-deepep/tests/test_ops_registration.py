@@ -67,6 +67,16 @@ def arguments() -> dict[str, tuple[Any, ...]]:
             4,
             0,
         ),
+        "pack_tokens": (
+            torch.zeros(6, 128).to(torch.float8_e4m3fn),
+            torch.empty(6, 1),
+            torch.empty(5, dtype=INT32),
+            torch.empty(6, dtype=INT32),
+            torch.empty(3, 2, dtype=INT32),
+            torch.ones(3, 128).to(torch.float8_e4m3fn),
+            torch.ones(3, 1),
+            torch.tensor([[0, 1], [1, 2], [-1, 3]]),
+        ),
         "combine_ordered": (
             torch.empty(3, 8, dtype=torch.bfloat16),
             torch.ones(4, 3, 8, dtype=torch.bfloat16),
@@ -84,7 +94,7 @@ FP8_UTILS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch
 @pytest.mark.parametrize("name", list(arguments()))
 def test_opcheck(name: str) -> None:
     op = getattr(OPS, name).default
-    if "gemm" in name:
+    if any(isinstance(value, torch.Tensor) and value.dtype == Q.dtype for value in arguments()[name]):
         torch.library.opcheck(op, arguments()[name], test_utils=FP8_UTILS)
     else:
         torch.library.opcheck(op, arguments()[name])

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from bi_kernels.testing import assert_bitwise_equal
-from bi_moe_deepep import combine_ordered, m_grouped_fp8_gemm_nt_offsets, select_experts, stage_tokens
+from bi_moe_deepep import (
+    combine_ordered,
+    m_grouped_fp8_gemm_nt_offsets,
+    pack_tokens,
+    select_experts,
+    stage_tokens,
+)
 from bi_moe_deepep.reference import fp8_gemm as gemm_reference
 
 pytestmark = pytest.mark.gpu
@@ -33,6 +39,21 @@ def test_hash_layer() -> None:
     logits = torch.randn(33, 16)
     weights, _ = select_experts(logits.cuda(), top_k=4, token_ids=ids.cuda(), tid2eid=table.cuda())
     assert_bitwise_equal(weights.cpu(), select_experts(logits, top_k=4, token_ids=ids, tid2eid=table)[0])
+
+
+@pytest.mark.parametrize("tokens", [1, 70, 1100], ids=lambda t: f"T={t}")
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 3), (100, 9)], ids=str)
+def test_packing(tokens: int, experts: int, top_k: int) -> None:
+    q, s = torch.randn(tokens, 384).to(torch.float8_e4m3fn), torch.randn(tokens, 3)
+    ids = torch.rand(tokens, experts).argsort(1)[:, :top_k].int()
+    ids[::3, 1] = -1
+    packed = pack_tokens(q.cuda(), s.cuda(), ids.cuda(), num_experts=experts)
+    want = pack_tokens(q, s, ids, num_experts=experts)
+    used = int(want.offsets[-1])
+    for have, expected in zip(packed[2:], want[2:], strict=True):
+        assert_bitwise_equal(have.cpu(), expected)
+    assert_bitwise_equal(packed.q[:used].cpu(), want.q[:used])
+    assert_bitwise_equal(packed.s[:used].cpu(), want.s[:used])
 
 
 @pytest.mark.parametrize("counts", [(2, 0, 1), (0, 20, 5), (33, 0, 0), (2000, 129, 2500)], ids=str)

@@ -160,16 +160,48 @@ def wanted(x: torch.Tensor, topk_weights: torch.Tensor, ids: torch.Tensor) -> to
     return combine_ordered(rows, staged.slots, topk_weights)
 
 
+@pytest.fixture(params=["packed", "contiguous"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of the experts on this rank, for every number of tokens."""
+    monkeypatch.setattr(vllm_experts, "PACKED_TOKENS", sys.maxsize if request.param == "packed" else -1)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("count", [1, 2, 64, 129, 300], ids=lambda n: f"M={n}")
-def test_contiguous_experts_have_the_specified_bits(classes: tuple[type[Any], type[Any]], count: int) -> None:
+def test_experts_have_the_specified_bits(classes: tuple[type[Any], type[Any]], layout: str, count: int) -> None:
     tokens = batch(count)
     have = run(classes[0], *tokens)
     assert_bitwise_equal(have, wanted(*tokens))
     assert have.float().abs().max() > 0.01
 
 
-def test_only_rows_that_are_tokens_are_activated(
+def test_the_number_of_tokens_chooses_the_layout(
     classes: tuple[type[Any], type[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    packing = vllm_experts.pack_tokens
+
+    def counted(q: torch.Tensor, *arguments: Any, **given: Any) -> Any:
+        seen.append(len(q))
+        return packing(q, *arguments, **given)
+
+    monkeypatch.setattr(vllm_experts, "pack_tokens", counted)
+    monkeypatch.setattr(vllm_experts, "PACKED_TOKENS", 8)
+    x, topk_weights, ids = batch(9)
+    every = run(classes[0], x, topk_weights, ids)
+    assert seen == []
+    assert_bitwise_equal(run(classes[0], x[:8], topk_weights[:8], ids[:8]), every[:8])
+    assert seen == [8]
+
+
+def test_all_tokens_on_the_same_experts(classes: tuple[type[Any], type[Any]], layout: str) -> None:
+    x, topk_weights, ids = batch(130)
+    ids[:] = torch.tensor([4, 1])
+    assert_bitwise_equal(run(classes[0], x, topk_weights, ids), wanted(x, topk_weights, ids))
+
+
+def test_only_rows_that_are_tokens_are_activated(
+    classes: tuple[type[Any], type[Any]], layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
     fused = vllm_experts.fused_silu_mul_per_token_group_quant
@@ -183,14 +215,14 @@ def test_only_rows_that_are_tokens_are_activated(
     assert seen == [64 * TOP_K]
 
 
-def test_slots_that_are_not_routed_are_skipped(classes: tuple[type[Any], type[Any]]) -> None:
+def test_slots_that_are_not_routed_are_skipped(classes: tuple[type[Any], type[Any]], layout: str) -> None:
     x, topk_weights, ids = batch(40)
     ids[3:7] = -1
     ids[9, 0] = -1
     assert_bitwise_equal(run(classes[0], x, topk_weights, ids), wanted(x, topk_weights, ids))
 
 
-def test_another_order_of_slots_is_noticed(classes: tuple[type[Any], type[Any]]) -> None:
+def test_another_order_of_slots_is_noticed(classes: tuple[type[Any], type[Any]], layout: str) -> None:
     x, topk_weights, ids = batch(300)
     have = run(classes[0], x, topk_weights, ids)
     topk_weights = topk_weights.flip(1).contiguous() * 1.0009765625

@@ -252,21 +252,63 @@ def test_neighbours_and_their_values_do_not_matter(layer: Any) -> None:
         assert_bitwise_equal(layer(other, topk_weights, ids)[7:8], alone, f"neighbours {value}")
 
 
-def test_expert_layer_in_a_graph(layer: Any) -> None:
-    x = torch.randn(64, HIDDEN, device="cuda").bfloat16()
-    topk_weights, ids = routing(64, 0.0)
+@pytest.mark.parametrize("limit", [1 << 30, -1], ids=["packed", "contiguous"])
+@pytest.mark.parametrize("count", [1, 64, 1000], ids=lambda n: f"M={n}")
+def test_expert_layer_in_a_graph(layer: Any, count: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bi_moe_deepep.vllm_experts.PACKED_TOKENS", limit)
+    x = torch.randn(count, HIDDEN, device="cuda").bfloat16()
+    topk_weights, ids = routing(count, 0.0)
     layer(x, topk_weights, ids)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = layer(x, topk_weights, ids)
     for seed in range(3):
-        x.copy_(torch.randn(64, HIDDEN, device="cuda"))
-        new_weights, new_ids = routing(64, float(seed))
+        x.copy_(torch.randn(count, HIDDEN, device="cuda"))
+        new_weights, new_ids = routing(count, float(seed))
         topk_weights.copy_(new_weights), ids.copy_(new_ids)
         graph.replay()
         replayed = out.clone()
         assert_bitwise_equal(replayed, layer(x, topk_weights, ids))
+
+
+def both_layouts(
+    layer: Any, monkeypatch: pytest.MonkeyPatch, *tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's output with packed rows and with DeepGEMM's padded ones, whatever the number of tokens."""
+    outputs = []
+    for limit in (1 << 30, -1):
+        monkeypatch.setattr("bi_moe_deepep.vllm_experts.PACKED_TOKENS", limit)
+        outputs.append(layer(*tokens).clone())
+    return outputs[0], outputs[1]
+
+
+@pytest.mark.parametrize("skew", [0.0, 4.0, 30.0], ids=lambda s: f"skew={s}")
+def test_packed_rows_have_the_bits_of_padded_ones(layer: Any, skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(TOKENS, HIDDEN, device="cuda").bfloat16()
+    topk_weights, ids = routing(TOKENS, skew)
+    for count in (1, 2, 7, 8, 9, 16, 31, 33, 64, 127, 128, 129, 256, 500, 682, 683, 1024, 2047, 2048, 4096, 8192):
+        packed, padded = both_layouts(layer, monkeypatch, x[:count], topk_weights[:count], ids[:count])
+        assert_bitwise_equal(packed, padded, f"M={count}, skew {skew}")
+    assert packed.float().std() > 1e-3
+
+
+@pytest.mark.parametrize("count", [2, 5, 64, 129, 1024, 2048], ids=lambda n: f"M={n}")
+def test_packed_rows_of_one_set_of_experts_and_of_slots_without_any(
+    layer: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(count, HIDDEN, device="cuda").bfloat16()
+    topk_weights, ids = routing(count, 0.0)
+    same = torch.tensor([255, 0, 17, 3, 128, 64], dtype=ids.dtype, device="cuda").expand(count, TOP_K).contiguous()
+    some = torch.where(torch.rand(ids.shape, device="cuda") < 0.3, -1, ids)
+    some[count // 2] = -1
+    for chosen in (some, same):
+        packed, padded = both_layouts(layer, monkeypatch, x, topk_weights, chosen)
+        assert_bitwise_equal(packed, padded)
+        assert packed[count // 2].any() == (chosen is same)
+    # The twin: one slot of one token has another weight.
+    topk_weights[0, -1] *= 1.0625
+    assert first_difference(both_layouts(layer, monkeypatch, x, topk_weights, same)[1], packed) is not None
 
 
 @pytest.mark.parametrize(
@@ -353,4 +395,4 @@ def test_deep_gemm_is_proven_on_the_shapes_of_v4_flash(vllm_config: Any) -> None
     ]
     record = {"seconds": round(cold, 1), "seconds_again": round(warm, 2), "matrix": matrix}
     Path(os.environ.get("OUT", "."), "deep_gemm.json").write_text(json.dumps(record, indent=1))
-    assert len(reports) == 12
+    assert len(reports) == 14

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         m_grouped_fp8_gemm_nt_masked,
         m_grouped_fp8_gemm_nt_offsets,
     )
+    from .pack_tokens import PackedTokens, pack_tokens
     from .router import router_gate_logits, select_experts
     from .stage_tokens import StagedTokens, stage_tokens
     from .transport_deepep import DeepEPTransport
@@ -48,6 +49,7 @@ __all__ = [
     "DispatchedTokens",
     "ExpertCapacity",
     "InProcessTransport",
+    "PackedTokens",
     "SlicePlan",
     "StagedDispatcher",
     "StagedTokens",
@@ -64,6 +66,7 @@ __all__ = [
     "m_grouped_fp8_gemm_nt_masked",
     "m_grouped_fp8_gemm_nt_offsets",
     "native_available",
+    "pack_tokens",
     "plan_slices",
     "probe_deep_gemm",
     "prove_deep_gemm",
@@ -97,6 +100,8 @@ _attach(
         "m_grouped_fp8_gemm_nt_contiguous": "fp8_gemm",
         "m_grouped_fp8_gemm_nt_masked": "fp8_gemm",
         "m_grouped_fp8_gemm_nt_offsets": "fp8_gemm",
+        "PackedTokens": "pack_tokens",
+        "pack_tokens": "pack_tokens",
         "router_gate_logits": "router",
         "select_experts": "router",
         "StagedTokens": "stage_tokens",

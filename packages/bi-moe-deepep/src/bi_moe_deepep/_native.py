@@ -11,7 +11,7 @@ NATIVE = NativeLibrary(
     package="bi-moe-deepep",
     import_name="bi_moe_deepep",
     namespace="bi_moe_deepep",
-    ops=("select_experts", "stage_tokens", "combine_ordered", "m_grouped_fp8_gemm_nt_offsets"),
+    ops=("select_experts", "stage_tokens", "pack_tokens", "combine_ordered", "m_grouped_fp8_gemm_nt_offsets"),
 )
 
 

@@ -12,7 +12,7 @@ from bi_kernels.runtime.library import define_op
 from bi_kernels.runtime.native import require_native
 
 from ._native import NATIVE
-from .reference import combine_ordered, fp8_gemm, router, stage_tokens
+from .reference import combine_ordered, fp8_gemm, pack_tokens, router, stage_tokens
 
 __all__ = ["check_vectors", "launch"]
 
@@ -98,6 +98,20 @@ def _stage_tokens(
     )
 
 
+def _pack_tokens(
+    packed_q: torch.Tensor,
+    packed_s: torch.Tensor,
+    offsets: torch.Tensor,
+    m_indices: torch.Tensor,
+    slots: torch.Tensor,
+    q: torch.Tensor,
+    s: torch.Tensor,
+    topk_ids: torch.Tensor,
+) -> None:
+    out = pack_tokens.PackedTokens(packed_q, packed_s, offsets, m_indices, slots)
+    pack_tokens.pack_tokens(q, s, topk_ids, num_experts=len(offsets) - 1, out=out)
+
+
 def _combine_ordered(
     out: torch.Tensor,
     expert_out: torch.Tensor,
@@ -125,6 +139,11 @@ _OPS = {
             "stage_tokens(Tensor(a!) staged_x, Tensor(b!) counts, Tensor(c!) slots, Tensor x, Tensor topk_ids, "
             "int num_experts, int first_expert) -> ()",
             _stage_tokens,
+        ),
+        (
+            "pack_tokens(Tensor(a!) packed_q, Tensor(b!) packed_s, Tensor(c!) offsets, Tensor(d!) m_indices, "
+            "Tensor(e!) slots, Tensor q, Tensor s, Tensor topk_ids) -> ()",
+            _pack_tokens,
         ),
         (
             "combine_ordered(Tensor(a!) out, Tensor expert_out, Tensor slots, Tensor topk_weights, "

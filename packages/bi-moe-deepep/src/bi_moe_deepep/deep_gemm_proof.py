@@ -3,6 +3,9 @@
 DeepGEMM picks tiles from the number of rows and from ``expected_m``, on Hopper never the order of a sum. That is tested
 here, on the device and the build that will run, before the first forward. It compiles a kernel for each tile that it
 meets, some fifty for a DeepSeek-V4, all of which serving needs too: minutes the first time, seconds from the cache.
+
+The packed product is this package's own. It has DeepGEMM's bits or is not used, and that is tested here as well: every
+row against the contiguous product.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from bi_kernels.runtime.errors import Blocker, ContractError
 from bi_kernels.runtime.probe import SelfTest, SelfTestReport, run_self_test
 
 from .deep_gemm import PRODUCTS, DeepGemmBuild, mk_alignment, probe_deep_gemm
+from .fp8_gemm import m_grouped_fp8_gemm_nt_offsets
+from .pack_tokens import pack_tokens
 
 __all__ = ["V4_FLASH", "DeepGemmShapes", "Products", "deep_gemm_self_tests", "load_products", "prove_deep_gemm"]
 
@@ -27,6 +32,9 @@ _BLOCK = 128
 _TEST_EXPERTS = 4  # as many as show the grouping; a model's 256 would cost memory and prove nothing more
 # Both sides of the numbers of rows at which a Hopper build changes its tiles.
 _ROWS = (1, 2, 16, 17, 33, 64, 65, 129, 257)
+# Both sides of the rows of an expert at which the packed kernel changes its tile; eight times as many are a batch, of
+# which one expert has five eighths and each of three others an eighth.
+_PACKED_ROWS = tuple(8 * rows for rows in (1, 7, 8, 9, 63, 64, 65, 127, 128, 129))
 _REMEDY = "Use vLLM's own DeepGEMM, or a build with set_batch_invariant; or unset VLLM_BATCH_INVARIANT."
 
 Product = Callable[..., object]
@@ -144,6 +152,7 @@ def deep_gemm_self_tests(products: Products, shapes: DeepGemmShapes) -> tuple[Se
     for n, k in dict.fromkeys(shapes.experts):
         for layout in ("contiguous", "masked", "layouts"):
             tests.append(_self_test(f"m_grouped_{layout}", products, _Grouped(products, n, k, layout), n, k))
+        tests.append(_self_test("m_grouped_packed", products, _Packed(products, n, k), n, k, _PACKED_ROWS))
     return tuple(tests)
 
 
@@ -163,6 +172,7 @@ def prove_deep_gemm(
     Raises:
         ContractError: Names every product and shape whose rows depend on the batch, with the first difference; or a
             self-test did not notice its twin.
+        NativeLibraryError: A GPU, and this package's kernels are missing.
     """
     products = products or load_products()
     device = device or torch.device("cuda", torch.cuda.current_device())
@@ -174,7 +184,9 @@ def prove_deep_gemm(
     return reports
 
 
-def _self_test(name: str, products: Products, op: _Dense | _Grouped, n: int, k: int) -> SelfTest:
+def _self_test(
+    name: str, products: Products, op: _Dense, n: int, k: int, batch_sizes: tuple[int, ...] = _ROWS
+) -> SelfTest:
     return SelfTest(
         name=f"deep_gemm.{name}",
         op=op,
@@ -183,7 +195,7 @@ def _self_test(name: str, products: Products, op: _Dense | _Grouped, n: int, k: 
         build=lambda: products.build,
         shape_key=f"N={n},K={k}",
         remedy=_REMEDY,
-        batch_sizes=_ROWS,
+        batch_sizes=batch_sizes,
         neighbours=("random", "nan"),
     )
 
@@ -261,8 +273,14 @@ class _Grouped(_Dense):
                     )
                     out[rows] = part
             return out
-        # Each expert's rows start at a multiple of the alignment; rows between are nobody's.
-        room = -(-max(count, 1) // _BLOCK) * _BLOCK
+        return self.spread(q, s, expert, layout, room=-(-max(count, 1) // _BLOCK) * _BLOCK)
+
+    def spread(self, q: torch.Tensor, s: torch.Tensor, expert: torch.Tensor, layout: str, *, room: int) -> torch.Tensor:
+        """By a layout with padding: each expert's rows start at a multiple of ``room``, rows between are nobody's."""
+        count = len(q)
+        w, ws = self.weights(q.device)
+        places = [(expert == e).nonzero()[:, 0] for e in range(_TEST_EXPERTS)]
+        out = torch.empty((count, self.n), dtype=torch.bfloat16, device=q.device)
         wide_q = q.new_zeros((_TEST_EXPERTS, room, q.shape[1]), dtype=torch.uint8).view(q.dtype)
         wide_s = s.new_ones((_TEST_EXPERTS, room, s.shape[1]))
         owner = torch.full((_TEST_EXPERTS, room), -1, dtype=torch.int32, device=q.device)
@@ -280,6 +298,44 @@ class _Grouped(_Dense):
         for e, rows in enumerate(places):
             out[rows] = wide[e, : len(rows)]
         return out
+
+
+class _Packed(_Grouped):
+    """The packed product, as an op on rows that name their expert; a row alone is the contiguous product's.
+
+    Behind a row's elements is one more: how many rows of the whole batch are not the contiguous product's. So any row
+    that differs is noticed, and not only the row under test.
+    """
+
+    def __init__(self, products: Products, n: int, k: int) -> None:
+        super().__init__(products, n, k, "packed")
+
+    def __call__(self, q: torch.Tensor, s: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        (expert,) = others
+        return self.compared(q, s, expert, self.packed(q, s, expert))
+
+    def packed(self, q: torch.Tensor, s: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        rows = pack_tokens(q, s, expert[:, None], num_experts=_TEST_EXPERTS)
+        return m_grouped_fp8_gemm_nt_offsets(rows.q, rows.s, *self.weights(q.device), rows.offsets)[rows.slots[:, 0]]
+
+    def compared(self, q: torch.Tensor, s: torch.Tensor, expert: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        # One room for all batches, so that one kernel is compiled.
+        want = self.spread(q, s, expert, "contiguous", room=-(-max(_PACKED_ROWS) // _BLOCK) * _BLOCK)
+        different = (packed.view(torch.int16) != want.view(torch.int16)).any(1).sum()
+        rows = want if len(q) == 1 else packed
+        return torch.cat((rows, different.to(rows.dtype).expand(len(q), 1)), 1)
+
+    def twin(self, q: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        """Batch-dependent on purpose: the last row of the last expert is another one where that has more than 64.
+
+        The row under test is another expert's, so that only the comparison of all rows shows it.
+        """
+        s, expert = others
+        packed = self.packed(q, s, expert)
+        mine = (expert == _TEST_EXPERTS - 1).nonzero()[:, 0]
+        if len(mine) > 64:
+            packed.view(torch.int16)[mine[-1]] += 1
+        return self.compared(q, s, expert, packed)
 
 
 def _column_major(s: torch.Tensor) -> torch.Tensor:

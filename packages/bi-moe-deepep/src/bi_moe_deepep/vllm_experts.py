@@ -19,10 +19,16 @@ from bi_kernels.vllm_experts import batched_apply, check_router_weights, clamp_l
 
 from .combine_ordered import combine_ordered
 from .deep_gemm_proof import DeepGemmShapes, load_products, prove_deep_gemm
+from .fp8_gemm import m_grouped_fp8_gemm_nt_offsets
+from .pack_tokens import PackedTokens, pack_tokens
 from .vllm_model import is_deepseek_v4
 
-__all__ = ["STAGED", "TRANSPORT", "expert_classes", "select_fp8_backend", "select_mxfp4_backend"]
+__all__ = ["PACKED_TOKENS", "STAGED", "TRANSPORT", "expert_classes", "select_fp8_backend", "select_mxfp4_backend"]
 
+PACKED_TOKENS = 2048
+"""Up to this many tokens the experts on this rank have no padding rows. Reading weights takes longest there, and
+filling each expert to 128 rows adds to that; for many tokens DeepGEMM's larger tiles win. Which side a batch is on
+cannot be seen in its bits: :func:`prove_deep_gemm` has compared the two."""
 TRANSPORT = "BI_EP_TRANSPORT"
 STAGED = "bi_moe_deepep_staged"
 """Attribute of a ``FusedMoEConfig`` whose layer has staged experts. A reload makes the layer's kernel again at a time
@@ -32,6 +38,7 @@ _ROWS = 128  # of one block in DeepGEMM's contiguous layout
 _MODULE = "vllm.model_executor.layers.fused_moe"
 
 Function = Callable[..., Any]
+Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # w1, its scales, w2, its scales
 
 
 def select_fp8_backend(original: Function) -> Function:
@@ -105,8 +112,93 @@ def expert_classes() -> tuple[type[Any], type[Any]]:
     from vllm.model_executor.layers.fused_moe.utils import _resize_cache
     from vllm.utils.deep_gemm import m_grouped_fp8_gemm_nt_contiguous, mk_alignment_scope
 
+    def packed(
+        output: torch.Tensor,
+        q: torch.Tensor,
+        s: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        weights: Weights,
+        limit: float | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        """A row per routed slot and no others. What is not in a workspace is small."""
+        w1, s1, w2, s2 = weights
+        experts, wide, hidden = w1.shape
+        rows, fp8 = topk_ids.numel(), workspace13.view(dtype=q.dtype)
+        memory = PackedTokens.empty(q, topk_ids, num_experts=experts, packed_q=_resize_cache(fp8, (rows, hidden)))
+        packed = pack_tokens(q, s, topk_ids, num_experts=experts, out=memory)
+        gate_up = _resize_cache(workspace2, (rows, wide))
+        m_grouped_fp8_gemm_nt_offsets(packed.q, packed.s, w1, s1, packed.offsets, out=gate_up)
+        quantised, scales = fused_silu_mul_per_token_group_quant(
+            gate_up,
+            m_indices=packed.m_indices,
+            clamp_limit=limit,
+            scale_format=deep_gemm_scale_format(output.device),
+            out_q=_resize_cache(fp8, (rows, wide // 2)),
+        )
+        expert_out = _resize_cache(workspace2, (rows, hidden))
+        m_grouped_fp8_gemm_nt_offsets(quantised, scales, w2, s2, packed.offsets, out=expert_out)
+        combine_ordered(expert_out.unsqueeze(0), packed.slots, topk_weights, out=output)
+
+    def contiguous(
+        output: torch.Tensor,
+        q: torch.Tensor,
+        s: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        weights: Weights,
+        limit: float | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+    ) -> None:
+        """DeepGEMM's layout. Rows that are nobody's are not activated, quantised or added."""
+        w1, s1, w2, s2 = weights
+        experts, wide, hidden = w1.shape
+        fp8 = workspace13.view(dtype=q.dtype)
+        with mk_alignment_scope(_ROWS):
+            rows, _ = compute_aligned_M_and_alignment(
+                M=topk_ids.size(0),
+                num_topk=topk_ids.size(1),
+                local_num_experts=experts,
+                alignment=_ROWS,
+                expert_tokens_meta=expert_tokens_meta,
+            )
+            q, s, owners, places, alignment = deepgemm_moe_permute(
+                aq=q,
+                aq_scale=s,
+                topk_ids=topk_ids,
+                local_num_experts=experts,
+                expert_map=None,
+                expert_tokens_meta=expert_tokens_meta,
+                aq_out=_resize_cache(fp8, (rows, hidden)),
+            )
+            check_value("alignment", alignment == _ROWS, f"{_ROWS} rows", alignment, "Do not change DeepGEMM's.")
+            gate_up = _resize_cache(workspace2, (rows, wide))
+            m_grouped_fp8_gemm_nt_contiguous((q, s), (w1, s1), gate_up, owners)
+
+            scales = torch.empty((wide // 2 // _ROWS, rows), dtype=torch.float32, device=output.device).mT
+            quantised = _resize_cache(fp8, (rows, wide // 2))
+            # Both ops look at owners and ids themselves: for few tokens a step is made of launches, and counting
+            # the rows of each block and clearing the slots of negative ids beforehand would be two more each.
+            fused_silu_mul_per_token_group_quant(
+                gate_up,
+                m_indices=owners,
+                clamp_limit=limit,
+                scale_format=deep_gemm_scale_format(output.device),
+                out_q=quantised,
+                out_s=scales,
+            )
+            expert_out = _resize_cache(workspace2, (rows, hidden))
+            m_grouped_fp8_gemm_nt_contiguous((quantised, scales), (w2, s2), expert_out, owners)
+        # Ids are negative where vLLM skips padding tokens (VLLM_MOE_SKIP_PADDING) and where a hash layer's table
+        # has no such token; nothing was written to `places` there.
+        combine_ordered(expert_out.unsqueeze(0), places, topk_weights, topk_ids=topk_ids.int().contiguous(), out=output)
+
     class BatchInvariantDeepGemmExperts(DeepGemmExperts):  # type: ignore[misc]
-        """Contiguous layout. Rows that are nobody's are not activated, quantised or added."""
+        """All experts on this rank: rows packed for few tokens, DeepGEMM's contiguous layout for more."""
 
         @staticmethod
         def _supports_batch_invariance() -> bool:
@@ -123,7 +215,7 @@ def expert_classes() -> tuple[type[Any], type[Any]]:
             activation: Any,
             global_num_experts: int,
             expert_map: torch.Tensor | None,
-            a1q_scale: torch.Tensor | None,
+            a1q_scale: torch.Tensor,
             a2_scale: torch.Tensor | None,
             workspace13: torch.Tensor,
             workspace2: torch.Tensor,
@@ -133,52 +225,13 @@ def expert_classes() -> tuple[type[Any], type[Any]]:
             limit = clamp_limit(self, activation)
             check_router_weights(apply_router_weight_on_input)
             check_value("expert_map", expert_map is None, "all experts on this rank", "a map", "Use staged dispatch.")
-            experts, wide, hidden = w1.shape
-            fp8 = workspace13.view(dtype=torch.float8_e4m3fn)
-            with mk_alignment_scope(_ROWS):
-                rows, _ = compute_aligned_M_and_alignment(
-                    M=topk_ids.size(0),
-                    num_topk=topk_ids.size(1),
-                    local_num_experts=experts,
-                    alignment=_ROWS,
-                    expert_tokens_meta=expert_tokens_meta,
-                )
-                a1q, a1q_scale, owners, places, alignment = deepgemm_moe_permute(
-                    aq=hidden_states,
-                    aq_scale=a1q_scale,
-                    topk_ids=topk_ids,
-                    local_num_experts=experts,
-                    expert_map=None,
-                    expert_tokens_meta=expert_tokens_meta,
-                    aq_out=_resize_cache(fp8, (rows, hidden)),
-                )
-                check_value("alignment", alignment == _ROWS, f"{_ROWS} rows", alignment, "Do not change DeepGEMM's.")
-                gate_up = _resize_cache(workspace2, (rows, wide))
-                m_grouped_fp8_gemm_nt_contiguous((a1q, a1q_scale), (w1, self.w1_scale), gate_up, owners)
-
-                scales = torch.empty((wide // 2 // _ROWS, rows), dtype=torch.float32, device=output.device).mT
-                quantised = _resize_cache(fp8, (rows, wide // 2))
-                # Both ops look at owners and ids themselves: for few tokens a step is made of launches, and counting
-                # the rows of each block and clearing the slots of negative ids beforehand would be two more each.
-                fused_silu_mul_per_token_group_quant(
-                    gate_up,
-                    m_indices=owners,
-                    clamp_limit=limit,
-                    scale_format=deep_gemm_scale_format(output.device),
-                    out_q=quantised,
-                    out_s=scales,
-                )
-                expert_out = _resize_cache(workspace2, (rows, hidden))
-                m_grouped_fp8_gemm_nt_contiguous((quantised, scales), (w2, self.w2_scale), expert_out, owners)
-            # Ids are negative where vLLM skips padding tokens (VLLM_MOE_SKIP_PADDING) and where a hash layer's table
-            # has no such token; nothing was written to `places` there.
-            combine_ordered(
-                expert_out.unsqueeze(0),
-                places,
-                topk_weights.float().contiguous(),
-                topk_ids=topk_ids.int().contiguous(),
-                out=output,
-            )
+            weights = w1, self.w1_scale, w2, self.w2_scale
+            topk_weights = topk_weights.float().contiguous()
+            tokens = hidden_states, a1q_scale, topk_ids, topk_weights
+            if len(hidden_states) <= PACKED_TOKENS:
+                packed(output, *tokens, weights, limit, workspace13, workspace2)
+            else:
+                contiguous(output, *tokens, weights, limit, workspace13, workspace2, expert_tokens_meta)
 
     class BatchInvariantBatchedDeepGemmExperts(BatchedDeepGemmExperts):  # type: ignore[misc]
         """Masked layout, with a capacity and an ``expected_m`` that no batch moves."""

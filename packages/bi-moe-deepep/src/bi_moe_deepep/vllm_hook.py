@@ -182,6 +182,8 @@ PLAN = HookPlan(
         "bi_kernels::fixed_order_mm",
         "bi_kernels::fused_silu_mul_per_token_group_quant",
         "bi_moe_deepep::combine_ordered",
+        "bi_moe_deepep::m_grouped_fp8_gemm_nt_offsets",
+        "bi_moe_deepep::pack_tokens",
         "bi_moe_deepep::stage_tokens",
     ),
     contracts=("bi_moe_deepep.deep_gemm:DEEP_GEMM",),
