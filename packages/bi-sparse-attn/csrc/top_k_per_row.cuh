@@ -10,7 +10,8 @@
 //      k keys are at or above: a lower bound of the k-th score that costs a fraction of a histogram of all keys.
 //   2. Keys at or above the bound go, in index order, to a list in the first block's shared memory.
 //   3. Radix selection (12, 10, 10 bits) on the list, and one pass that writes it out in order.
-// Short rows skip 1 and 2. If the list would overflow (plateaus, sorted rows, large k), 3 runs on the slices.
+// If the list would overflow (plateaus, sorted rows, large k), 3 runs on the slices. A row of up to 8,192 keys stays in
+// the registers of one block: one histogram, then the few keys of its k-th bin are ranked against one another.
 #pragma once
 
 #ifdef __CUDACC__
@@ -30,7 +31,7 @@ constexpr int kTopKThreads = 512;
 constexpr int kTopKWarps = kTopKThreads / 32;
 constexpr int kTopKBins = 4096;
 constexpr uint32_t kTopKList = 4096;      // keys
-constexpr uint32_t kTopKDirect = 4096;    // keys of a row that is not worth a list
+constexpr uint32_t kTopKRanked = 192;     // keys that are ranked against one another
 constexpr uint32_t kTopKAlone = 8192;     // keys of a row that one block takes
 constexpr int kTopKMaxSplit = 8;          // blocks of a cluster that every GPU launches
 constexpr int64_t kTopKHeld = 4096;       // vectors of four keys that let two blocks share a multiprocessor
@@ -86,7 +87,7 @@ struct TopKRow {
 
 struct TopKShared {
     uint32_t above[kTopKWarps], equal[kTopKWarps];
-    uint32_t bin, bin_above, bin_count;
+    uint32_t bin, bin_above, bin_count, listed;
     uint32_t split_above[kTopKMaxSplit], split_equal[kTopKMaxSplit];
 };
 
@@ -382,6 +383,157 @@ __device__ __forceinline__ void load_slice(const TopKRow& row, uint32_t first, u
     if (group != 0) tally(histogram, best >> 20, best != 0);
 }
 
+// Counts a digit of all keys from `low` to `high` that a warp holds. The digits of two lanes are added together first:
+// scores after relu are zero more often than not, and shared memory takes additions to one address one at a time.
+template <int kKeys>
+__device__ __forceinline__ void tally_all(uint32_t* histogram, const uint32_t (&keys)[kKeys], int shift, uint32_t mask,
+                                          uint32_t low, uint32_t high) {
+    uint32_t digit = 0;
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+        if (keys[i] >= low && keys[i] <= high) digit = keys[i] >> shift & mask, any = true;
+    }
+    const uint32_t lanes = __ballot_sync(~0u, any);
+    if (lanes == 0) return;
+    const uint32_t one = __shfl_sync(~0u, digit, __ffs(lanes) - 1);
+    const uint32_t other = __shfl_sync(~0u, digit, 31 - __clz(lanes));
+    uint32_t same = 0;  // as one, and, from bit 16, as the other: at most 512 keys
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+        if (keys[i] < low || keys[i] > high) continue;
+        digit = keys[i] >> shift & mask;
+        if (digit == one) {
+            same += 1;
+        } else if (digit == other) {
+            same += 1u << 16;
+        } else {
+            atomicAdd(histogram + digit, 1u);
+        }
+    }
+    same = __reduce_add_sync(~0u, same);
+    if (threadIdx.x % 32 != 0) return;
+    if ((same & 0xffff) != 0) atomicAdd(histogram + one, same & 0xffff);
+    if (same >> 16 != 0) atomicAdd(histogram + other, same >> 16);
+}
+
+// The need-th largest of at most kTopKRanked keys of a list with room for three more. All threads of the block.
+__device__ __forceinline__ uint32_t ranked(uint32_t* list, uint32_t count, uint32_t need, TopKShared& shared) {
+    if (threadIdx.x < 3) list[count + threadIdx.x] = 0;  // below every key
+    __syncthreads();
+    const uint32_t parts = count <= kTopKThreads / 4 ? 4 : 2;  // neighbouring threads that share a key
+    const uint32_t i = threadIdx.x / parts;
+    const uint32_t key = i < count ? list[i] : 0;
+    uint32_t before = 0;
+    if (i < count) {
+        for (uint32_t v = threadIdx.x % parts; v < (count + 3) / 4; v += parts) {
+            const uint4 k = reinterpret_cast<const uint4*>(list)[v];
+            const uint32_t j = 4 * v;  // of equal keys those before this one count as larger; no key is 0
+            before += (k.x > key - (j < i)) + (k.y > key - (j + 1 < i));
+            before += (k.z > key - (j + 2 < i)) + (k.w > key - (j + 3 < i));
+        }
+    }
+    before += __shfl_xor_sync(~0u, before, 1);
+    const uint32_t opposite = __shfl_xor_sync(~0u, before, 2);
+    if (parts == 4) before += opposite;
+    if (i < count && threadIdx.x % parts == 0 && before == need - 1) shared.bin = key;
+    __syncthreads();
+    return shared.bin;
+}
+
+// Selects from a row of at most kSteps vectors per thread, which stays in registers, and writes it out. Each warp has
+// kSteps * 32 vectors that follow one another.
+template <int kSteps>
+__device__ __forceinline__ void select_held(const TopKArgs& args, const TopKRow& row, TopKShared& shared,
+                                            uint32_t* histogram, uint32_t* list, int32_t* out) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint32_t first = warp * kSteps * 32 + lane;
+    float4 x[kSteps];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+        if (row.whole(first + 32 * s)) x[s] = row.load(first + 32 * s);
+    }
+    clear(histogram);  // while the row is on its way
+    if (threadIdx.x == 0) shared.listed = 0;
+    __syncthreads();
+    uint32_t keys[4 * kSteps];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+        const uint32_t v = first + 32 * s;
+        const uint4 k = row.whole(v) ? TopKRow::keys(x[s]) : row.edge(v);
+        keys[4 * s] = k.x, keys[4 * s + 1] = k.y, keys[4 * s + 2] = k.z, keys[4 * s + 3] = k.w;
+    }
+
+    // Selected are the keys above `bound`, and the first of those equal to it while there is room. 0 is the key of what
+    // is never selected.
+    uint32_t bound = 0;
+    if (args.top_k == 0) {
+        bound = ~0u;
+    } else if (row.length > args.top_k) {
+        uint32_t low = 1, high = ~0u, need = args.top_k;
+#pragma unroll 1
+        for (int shift = 20;; shift -= 10) {
+            const int bins = shift == 20 ? 4096 : 1024;
+            tally_all(histogram, keys, shift, bins - 1, low, high);
+            __syncthreads();
+            find_bin(histogram, bins, need, shared);
+            if (shared.bin == kNoBin) break;  // NaN left fewer than top_k
+            low = (shift == 20 ? 0 : low) | shared.bin << shift, high = low | ((1u << shift) - 1);
+            need -= shared.bin_above;
+            const uint32_t count = shared.bin_count;
+            bound = low - 1;  // the keys of -inf and above leave room below
+            if (count == need) break;
+            bound = low;
+            if (shift == 0) break;
+            if (count <= kTopKRanked) {
+#pragma unroll
+                for (int i = 0; i < 4 * kSteps; ++i) {
+                    if (keys[i] >= low && keys[i] <= high) list[atomicAdd(&shared.listed, 1u)] = keys[i];
+                }
+                bound = ranked(list, count, need, shared);
+                break;
+            }
+            clear(histogram);
+            __syncthreads();
+        }
+    }
+
+    uint32_t before[kSteps], mine[kSteps];  // keys above the bound, and, from bit 16, equal to it
+    uint32_t total = 0;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+        mine[s] = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t k = keys[4 * s + i];
+            mine[s] += k > bound ? 1u : k == bound ? 1u << 16 : 0u;
+        }
+        const uint32_t inclusive = inclusive_scan(mine[s]);
+        before[s] = total + inclusive - mine[s];
+        total += __shfl_sync(~0u, inclusive, 31);
+    }
+    if (lane == 0) shared.above[warp] = total;
+    __syncthreads();
+    const uint32_t its = lane < kTopKWarps ? shared.above[lane] : 0;
+    const uint32_t offset = __reduce_add_sync(~0u, lane < warp ? its : 0), all = __reduce_add_sync(~0u, its);
+    const uint32_t need = bound == 0 ? 0 : args.top_k - (all & 0xffff);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+        uint32_t a = (offset + before[s]) & 0xffff, e = (offset + before[s]) >> 16;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t k = keys[4 * s + i];
+            if (k > bound || (k == bound && e < need)) {
+                out[(a + min(e, need)) * args.out_column] = static_cast<int32_t>(row.index(first + 32 * s) + i);
+            }
+            a += k > bound, e += k == bound;
+        }
+    }
+    for (int64_t i = (all & 0xffff) + min(all >> 16, need) + threadIdx.x; i < args.width; i += kTopKThreads) {
+        out[i * args.out_column] = -1;
+    }
+}
+
 __global__ void __launch_bounds__(kTopKThreads, 2) top_k_per_row_kernel(const TopKArgs args) {
     namespace cg = cooperative_groups;
 #ifdef __CUDACC__
@@ -408,6 +560,14 @@ __global__ void __launch_bounds__(kTopKThreads, 2) top_k_per_row_kernel(const To
     const bool contiguous = args.logits_column == 1;
     const uint32_t skew = contiguous ? reinterpret_cast<uintptr_t>(base) / sizeof(float) % 4 : 0;
     const TopKRow row{base - skew, args.logits_column, length, skew, contiguous};
+    if (row.vectors() <= 2 * kTopKThreads) {
+        select_held<2>(args, row, shared, histogram, list_keys, out);
+        return;
+    }
+    if (row.vectors() <= 4 * kTopKThreads) {
+        select_held<4>(args, row, shared, histogram, list_keys, out);
+        return;
+    }
     const uint32_t part = (row.vectors() + block.split - 1) / block.split;
     const uint32_t first = min(rank * part, row.vectors()), count = min(part, row.vectors() - first);
     const TopKKeys<false> slice{held, nullptr, args.held, first, count, row};
@@ -415,7 +575,7 @@ __global__ void __launch_bounds__(kTopKThreads, 2) top_k_per_row_kernel(const To
     clear(histogram);
     if (block.split > 1) cg::this_cluster().barrier_arrive();  // waited for before anything is added from outside
     __syncthreads();
-    const bool by_list = length > kTopKDirect && length > args.top_k && args.top_k - 1 < kTopKList / 2;
+    const bool by_list = length > args.top_k && args.top_k - 1 < kTopKList / 2;
     // At least 4 k groups, so that few keys besides the k best lie above the bound.
     const uint32_t group = by_list ? min(length / 16 / args.top_k, 16) : 0;
     load_slice(row, first, count, held, args.held, group, histogram);
@@ -488,7 +648,7 @@ inline cudaError_t top_k_per_row(TopKArgs args, int64_t rows, int64_t columns, i
     launch.dynamicSmemBytes = bytes;
     launch.stream = stream;
     launch.attrs = attribute;
-    launch.numAttrs = 1;
+    launch.numAttrs = split > 1 ? 1 : 0;
     return cudaLaunchKernelEx(&launch, kernel, args);
 }
 #endif

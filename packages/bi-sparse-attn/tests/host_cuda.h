@@ -188,9 +188,11 @@ struct Index {
 #define __any_sync(mask, value) (host::ballot(value, __LINE__) != 0)
 #define __shfl_sync(mask, value, lane) host::exchange(value, __LINE__)[lane]
 #define __shfl_up_sync(mask, value, distance) host::from_below(value, distance, __LINE__)
+#define __shfl_xor_sync(mask, value, bits) host::exchange(value, __LINE__)[(threadIdx.x % 32) ^ (bits)]
 #define __reduce_add_sync(mask, value) host::sum(value, __LINE__)
 #define __syncthreads() host::sync_block()
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __clz(uint32_t x) { return x == 0 ? 32 : __builtin_clz(x); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
 template <class T>
 T __ldg(const T* p) {

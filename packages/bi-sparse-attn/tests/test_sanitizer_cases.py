@@ -25,13 +25,14 @@ from bi_sparse_attn import (
 pytestmark = pytest.mark.gpu
 
 
-# One shape for each way: written out whole, selected at once, through a list, with blocks that share a row, and from
-# slices that do not fit on chip; values that a list holds, and plateaus that it does not hold.
+# One shape for each way: written out whole, from registers of either size, through a list, with blocks that share a
+# row, and from slices that do not fit on chip; values that a list holds, and plateaus that it does not hold.
 @pytest.mark.parametrize(
     ("rows", "columns", "top_k"),
-    [(3, 100, 128), (3, 3001, 64), (70, 6001, 64), (2, 20_003, 512), (1, 400_001, 64), (2, 20_003, 3000)],
+    [(3, 100, 128), (3, 3001, 64), (3, 6001, 512), (70, 9001, 64), (2, 20_003, 512), (1, 400_001, 64),
+     (2, 20_003, 3000)],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("levels", [0, 3], ids=["normal", "plateaus"])
 def test_top_k(rows: int, columns: int, top_k: int, levels: int) -> None:
     logits = torch.randint(levels, (rows, columns)).float() if levels else torch.randn(rows, columns)
