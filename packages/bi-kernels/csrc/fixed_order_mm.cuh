@@ -401,12 +401,8 @@ cudaError_t fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTiled encod
         return !narrow && tiles(64, 64) > 96 && m > n ? run(FixedOrderMmConfig<1, 64, 1, 2>{})
                                                       : run(FixedOrderMmConfig<1, 64, 1>{});
     }
-    // A vocabulary. Few rows wait for its weights alone and should copy no more of x than there is; from half a tile
-    // on, what every block reads of x counts as well.
-    if (m <= 64) {
-        if (narrow) return run(FixedOrderMmConfig<1, 64, 1>{});
-        return m > 32 && n % 256 == 0 ? run(FixedOrderMmConfig<1, 128, 1, 2>{}) : run(FixedOrderMmConfig<1, 128, 1>{});
-    }
+    // A vocabulary. Few rows wait for its weights alone.
+    if (m <= 64) return narrow ? run(FixedOrderMmConfig<1, 64, 1>{}) : run(FixedOrderMmConfig<1, 128, 1>{});
     if (narrow) return run(FixedOrderMmConfig<2, 64, 1>{});
     if (tiles(128, 64) <= 132) {
         if (m > 4 * n && n % 256 == 0) return run(FixedOrderMmConfig<1, 128, 1, 2>{});

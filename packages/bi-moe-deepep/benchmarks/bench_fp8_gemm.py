@@ -5,8 +5,8 @@
 One JSON line per number of tokens and weight, (N, K): 256 experts, top 6, random routing, several routings by turns so
 that no weights wait in the L2 cache. Bytes are the weights of experts with rows once, the rows, and the result.
 DeepGEMM gets the layout and the scales that vLLM gives it: every expert padded to 128 rows; scales by rows for the
-first product, by columns for the second. ``bitwise``: every row of every tile variant equals DeepGEMM's, or (with
-``--no-deep-gemm``, which needs no vLLM) the first variant's. Replayed from CUDA graphs by turns with the copy; medians.
+first product, by columns for the second. ``bitwise``: every row equals DeepGEMM's, or (with ``--no-deep-gemm``, which
+needs no vLLM) its own when no others are there. Replayed from CUDA graphs by turns with the copy; medians.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from bi_moe_deepep import m_grouped_fp8_gemm_nt_offsets
 EXPERTS, TOP_K, BLOCK = 256, 6, 128
 WEIGHTS = ((4096, 4096), (4096, 2048))
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-VARIANTS = (0, 1, 2, 3, 4)  # of BI_FP8_GEMM_TILE
 SETS = 4
 Route = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -74,25 +72,20 @@ def padded(routed: Route, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return wide_q.view(q.dtype), wide_s, owner, place
 
 
-@contextlib.contextmanager
-def variant(number: int | None):
-    """Calls made within take this variant of the tiles."""
-    if number is not None:
-        os.environ["BI_FP8_GEMM_TILE"] = str(number)
-    try:
-        yield
-    finally:
-        os.environ.pop("BI_FP8_GEMM_TILE", None)
-
-
-def in_turn(calls: list[Callable[[], object]], number: int | None = None) -> Callable[[], object]:
+def in_turn(calls: list[Callable[[], object]]) -> Callable[[], object]:
     turn = itertools.cycle(calls)
+    return lambda: next(turn)()
 
-    def run() -> None:
-        with variant(number):
-            next(turn)()
 
-    return run
+def alone(routed: Route, wq: torch.Tensor, ws: torch.Tensor) -> torch.Tensor:
+    """Every expert's rows by themselves."""
+    q, s, offsets = routed
+    parts = []
+    for expert, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
+        if start < stop:
+            own = torch.tensor([0] * (expert + 1) + [stop - start] * (EXPERTS - expert), dtype=torch.int32)
+            parts.append(m_grouped_fp8_gemm_nt_offsets(q[start:stop], s[start:stop], wq, ws, own.cuda()))
+    return torch.cat(parts)
 
 
 def bench(
@@ -112,18 +105,10 @@ def bench(
     moved = int(active * n * k) + rows * (k + k // BLOCK * 4 + n * 2)
     launches = SETS * max(1, min(8, (1 << 30) // moved))
 
-    def results(number: int | None) -> list[torch.Tensor]:
-        for out in outs:
-            out.fill_(torch.nan)
-        with variant(number):
-            for call in calls:
-                call()
-        return [out.clone() for out in outs]
-
-    timers = [capture(in_turn(calls), launches)]
-    timers += [capture(in_turn(calls, number), launches) for number in VARIANTS]
-    want = results(VARIANTS[0])
-    if deep_gemm is not None:
+    timers = [capture(in_turn(calls), launches), copy]
+    if deep_gemm is None:
+        want = [alone(r, wq, ws) for r in routes]
+    else:
         wides = [padded(r, k) for r in routes]
         wide_outs = [torch.empty(len(w[0]), n, dtype=torch.bfloat16, device="cuda") for w in wides]
         stock = [
@@ -133,30 +118,23 @@ def bench(
         for call in stock:
             call()
         want = [out[w[3]] for w, out in zip(wides, wide_outs, strict=True)]
-    different = {}
-    for number in (None, *VARIANTS):
-        for have, expected in zip(results(number), want, strict=True):
-            first = first_difference(have, expected)
-            if first is not None:
-                different[str(number)] = str(first)
-    ours_us, *variants_us = medians(*timers, copy)
-    copy_us = variants_us.pop()
-    stock_us = variants_us.pop() if deep_gemm is not None else None
-    more = {"different": different} if different else {}
+    for out, call in zip(outs, calls, strict=True):
+        out.fill_(torch.nan)
+        call()
+    bitwise = all(first_difference(have, expected) is None for have, expected in zip(outs, want, strict=True))
+    ours_us, copy_us, *stock_us = medians(*timers)
     return record(
         "m_grouped_fp8_gemm_nt_offsets",
         [tokens, n, k],
         moved=moved,
         ours_us=ours_us,
         copy_us=copy_us,
-        bitwise=not different,
+        bitwise=bitwise,
         stock="DeepGEMM, contiguous" if deep_gemm is not None else None,
-        stock_us=stock_us,
+        stock_us=stock_us[0] if stock_us else None,
         active=active,
         weights_gb_s=round(active * n * k / ours_us / 1e3, 1),
         copy_gb_s=round(2 * (1 << 30) / copy_us / 1e3, 1),
-        variants_us={str(number): round(us, 2) for number, us in zip(VARIANTS, variants_us, strict=True)},
-        **more,
     )
 
 

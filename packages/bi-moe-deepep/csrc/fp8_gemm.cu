@@ -1,8 +1,6 @@
 // Checks and registration of bi_moe_deepep::m_grouped_fp8_gemm_nt_offsets. The schema is declared in Python.
 #include "fp8_gemm.cuh"
 
-#include <cstdlib>
-
 #include "bi/torch_stable.h"
 
 namespace {
@@ -85,10 +83,8 @@ void fp8_gemm_offsets(const Tensor& out, const Tensor& q, const Tensor& s, const
                  .tiles_n = 0,
                  .stages = 0},
     };
-    const char* variant = std::getenv("BI_FP8_GEMM_TILE");
     const torch::stable::accelerator::DeviceGuard guard(device);
-    STD_CUDA_CHECK(bi::moe::fp8_gemm(problem, encode_tiled(), processors, bi::current_stream(device),
-                                     variant ? std::atoi(variant) : -1));
+    STD_CUDA_CHECK(bi::moe::fp8_gemm(problem, encode_tiled(), processors, bi::current_stream(device)));
 }
 
 }  // namespace

@@ -40,11 +40,11 @@ struct Fp8GemmArgs {
     int stages;
 };
 
-// A tile is kTileN rows of a weight by at most kMaxRows tokens; each warpgroup has kHalves times 64 rows of the weight.
-template <int kWarpgroups_, int kHalves_, int kMaxRows_, int kBlocks_>
+// A tile is kTileN rows of a weight, 64 per warpgroup, by at most kMaxRows tokens.
+template <int kWarpgroups_, int kMaxRows_, int kBlocks_>
 struct Fp8GemmConfig {
-    static constexpr int kWarpgroups = kWarpgroups_, kHalves = kHalves_, kMaxRows = kMaxRows_, kBlocks = kBlocks_;
-    static constexpr int kTileN = 64 * kWarpgroups * kHalves;
+    static constexpr int kWarpgroups = kWarpgroups_, kMaxRows = kMaxRows_, kBlocks = kBlocks_;
+    static constexpr int kTileN = 64 * kWarpgroups;
     static_assert(kTileN <= 128);  // a tile has one weight scale per group
     static constexpr int kConsumers = 128 * kWarpgroups;
     static constexpr int kThreads = kConsumers + 32;
@@ -129,24 +129,16 @@ struct Fp8GemmConsumer {
 
     // Starts the chains of one K block, which must not be touched before a wait.
     template <int kN>
-    __device__ __forceinline__ void begin(float (&sums)[Config::kHalves][kN / 2]) {
+    __device__ __forceinline__ void begin(float (&sum)[kN / 2]) {
         using namespace sm90;
         barrier_wait(full + 8 * stage, parity);
         const uint32_t at = tiles + stage * Config::kStageBytes;
-        const uint64_t w_at = wgmma_tile(at + warpgroup * Config::kHalves * 64 * kGemmBlockK);
+        const uint64_t w_at = wgmma_tile(at + warpgroup * 64 * kGemmBlockK);
         const uint64_t x_at = wgmma_tile(at + Config::kTileN * kGemmBlockK);
         wgmma_fence();
+        WgmmaFp8<kN>::start(sum, w_at, x_at);
 #pragma unroll
-        for (int half = 0; half < Config::kHalves; ++half) {
-            WgmmaFp8<kN>::start(sums[half], w_at + half * (64 * kGemmBlockK / 16), x_at);
-        }
-#pragma unroll
-        for (int i = 1; i < kGemmBlockK / 32; ++i) {
-#pragma unroll
-            for (int half = 0; half < Config::kHalves; ++half) {
-                WgmmaFp8<kN>::add(sums[half], w_at + half * (64 * kGemmBlockK / 16) + 2 * i, x_at + 2 * i);
-            }
-        }
+        for (int i = 1; i < kGemmBlockK / 32; ++i) WgmmaFp8<kN>::add(sum, w_at + 2 * i, x_at + 2 * i);
         wgmma_commit();
         if (++stage == stages) stage = 0, parity ^= 1;
     }
@@ -161,11 +153,9 @@ struct Fp8GemmConsumer {
 
 // total = fma(token scale * weight scale, part, total), of one K block.
 template <class Config, int kN>
-__device__ __forceinline__ void fp8_gemm_promote(float (&totals)[Config::kHalves][kN / 2],
-                                                 float (&parts)[Config::kHalves][kN / 2], const float* scales,
+__device__ __forceinline__ void fp8_gemm_promote(float (&total)[kN / 2], float (&part)[kN / 2], const float* scales,
                                                  const float* weight_scales, int group) {
-#pragma unroll
-    for (int half = 0; half < Config::kHalves; ++half) sm90::wgmma_pin(parts[half]);
+    sm90::wgmma_pin(part);
     const float weight_scale = weight_scales[group];
     const float* mine = scales + group * Config::kPitch + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -173,14 +163,9 @@ __device__ __forceinline__ void fp8_gemm_promote(float (&totals)[Config::kHalves
         const float2 pair = *reinterpret_cast<const float2*>(mine + 8 * i);
         const float s0 = mul_rn(pair.x, weight_scale), s1 = mul_rn(pair.y, weight_scale);
 #pragma unroll
-        for (int half = 0; half < Config::kHalves; ++half) {
-            float (&total)[kN / 2] = totals[half];
-            const float (&part)[kN / 2] = parts[half];
-#pragma unroll
-            for (int j = 4 * i; j < 4 * i + 4; j += 2) {
-                total[j] = fma_rn(s0, part[j], total[j]);
-                total[j + 1] = fma_rn(s1, part[j + 1], total[j + 1]);
-            }
+        for (int j = 4 * i; j < 4 * i + 4; j += 2) {
+            total[j] = fma_rn(s0, part[j], total[j]);
+            total[j + 1] = fma_rn(s1, part[j + 1], total[j + 1]);
         }
     }
 }
@@ -190,64 +175,43 @@ template <class Config, int kN>
 __device__ __forceinline__ void fp8_gemm_compute(const Fp8GemmArgs& a, Fp8GemmConsumer<Config>& consumer,
                                                  const Fp8GemmTile& tile, const float* scales) {
     using namespace sm90;
-    constexpr int kHalves = Config::kHalves;
     const float* weight_scales = scales + a.groups * Config::kPitch;
-    float total[kHalves][kN / 2];
+    float total[kN / 2], even[kN / 2], odd[kN / 2];
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-#pragma unroll
-        for (int i = 0; i < kN / 2; ++i) total[half][i] = 0.0f;
-    }
-    if constexpr (kHalves * kN <= 64) {
-        // A part is added while the next one's products run.
-        float even[kHalves][kN / 2], odd[kHalves][kN / 2];
-        const auto next = [&](auto& started, auto& done, int group) {
-            consumer.template begin<kN>(started);
-            wgmma_wait<1>();
-            consumer.release();
-            fp8_gemm_promote<Config, kN>(total, done, scales, weight_scales, group);
-        };
-        const auto last = [&](auto& done, int group) {
-            wgmma_wait<0>();
-            consumer.release();
-            fp8_gemm_promote<Config, kN>(total, done, scales, weight_scales, group);
-        };
-        consumer.template begin<kN>(even);
-        int group = 1;
-        for (; group + 1 < a.groups; group += 2) next(odd, even, group - 1), next(even, odd, group);
-        if (group < a.groups) {
-            next(odd, even, group - 1), last(odd, group);
-        } else {
-            last(even, group - 1);
-        }
+    for (int i = 0; i < kN / 2; ++i) total[i] = 0.0f;
+    // A part is added while the next one's products run.
+    const auto next = [&](auto& started, auto& done, int group) {
+        consumer.template begin<kN>(started);
+        wgmma_wait<1>();
+        consumer.release();
+        fp8_gemm_promote<Config, kN>(total, done, scales, weight_scales, group);
+    };
+    const auto last = [&](auto& done, int group) {
+        wgmma_wait<0>();
+        consumer.release();
+        fp8_gemm_promote<Config, kN>(total, done, scales, weight_scales, group);
+    };
+    consumer.template begin<kN>(even);
+    int group = 1;
+    for (; group + 1 < a.groups; group += 2) next(odd, even, group - 1), next(even, odd, group);
+    if (group < a.groups) {
+        next(odd, even, group - 1), last(odd, group);
     } else {
-        // Too many registers for that: another warpgroup's products run.
-        float part[kHalves][kN / 2];
-        for (int group = 0; group < a.groups; ++group) {
-            consumer.template begin<kN>(part);
-            wgmma_wait<0>();
-            consumer.release();
-            fp8_gemm_promote<Config, kN>(total, part, scales, weight_scales, group);
-        }
+        last(even, group - 1);
     }
 
     // Fragments have weight rows down and tokens across; turned over, a lane has neighbours of one token.
     const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    const int column = tile.tile_n * Config::kTileN + consumer.warpgroup * kHalves * 64 + 16 * warp + lane % 4 * 2;
+    const int column = tile.tile_n * Config::kTileN + consumer.warpgroup * 64 + 16 * warp + lane % 4 * 2;
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-        uint32_t pairs[kN / 4];
-#pragma unroll
-        for (int i = 0; i < kN / 4; ++i)
-            pairs[i] = transpose_8x8(pack_bf16(total[half][2 * i], total[half][2 * i + 1]));
-#pragma unroll
-        for (int i = 0; i < kN / 8; ++i) {
-            const int token = 8 * i + lane / 4;
-            if (token < tile.count) {
-                uint16_t* at = a.out + (tile.row + token) * a.out_row + column + 64 * half;
-                *reinterpret_cast<uint32_t*>(at) = pairs[2 * i];
-                *reinterpret_cast<uint32_t*>(at + 8) = pairs[2 * i + 1];
-            }
+    for (int i = 0; i < kN / 8; ++i) {
+        const uint32_t first = transpose_8x8(pack_bf16(total[4 * i], total[4 * i + 1]));
+        const uint32_t second = transpose_8x8(pack_bf16(total[4 * i + 2], total[4 * i + 3]));
+        const int token = 8 * i + lane / 4;
+        if (token < tile.count) {
+            uint16_t* at = a.out + static_cast<int64_t>(tile.row + token) * a.out_row + column;
+            *reinterpret_cast<uint32_t*>(at) = first;
+            *reinterpret_cast<uint32_t*>(at + 8) = second;
         }
     }
 }
@@ -339,27 +303,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
             }
             if (tile.count <= 8) {
                 fp8_gemm_compute<Config, 8>(a, consumer, tile, scales);
-                continue;
+            } else if (tile.count <= 16) {
+                fp8_gemm_compute<Config, 16>(a, consumer, tile, scales);
+            } else if (tile.count <= 32) {
+                fp8_gemm_compute<Config, 32>(a, consumer, tile, scales);
+            } else if constexpr (Config::kMaxRows == 64) {
+                fp8_gemm_compute<Config, 64>(a, consumer, tile, scales);
             }
-            if constexpr (Config::kMaxRows >= 16) {
-                if (tile.count <= 16) {
-                    fp8_gemm_compute<Config, 16>(a, consumer, tile, scales);
-                    continue;
-                }
-            }
-            if constexpr (Config::kMaxRows >= 32) {
-                if (tile.count <= 32) {
-                    fp8_gemm_compute<Config, 32>(a, consumer, tile, scales);
-                    continue;
-                }
-            }
-            if constexpr (Config::kMaxRows >= 64) {
-                if (tile.count <= 64) {
-                    fp8_gemm_compute<Config, 64>(a, consumer, tile, scales);
-                    continue;
-                }
-            }
-            if constexpr (Config::kMaxRows >= 128) fp8_gemm_compute<Config, 128>(a, consumer, tile, scales);
         }
     }
 #endif
@@ -417,18 +367,14 @@ cudaError_t launch_fp8_gemm(const Fp8GemmProblem& problem, EncodeTiled encode, i
     return cudaGetLastError();
 }
 
-// Which tiles a call gets: any choice gives the same bits, so this may follow the number of rows.
-inline cudaError_t fp8_gemm(const Fp8GemmProblem& problem, EncodeTiled encode, int processors, cudaStream_t stream,
-                            int variant) {
-    const auto run = [&]<class Config>(Config) { return launch_fp8_gemm<Config>(problem, encode, processors, stream); };
-    const int rows = problem.args.rows;
-    if (variant < 0) variant = rows <= 24 ? 0 : rows <= 4096 ? 2 : 4;
-    if (problem.args.n % 128 != 0 && variant > 1) variant = 1;
-    if (variant == 0) return run(Fp8GemmConfig<1, 1, 8, 2>{});
-    if (variant == 1) return run(Fp8GemmConfig<1, 1, 32, 2>{});
-    if (variant == 2) return run(Fp8GemmConfig<1, 2, 32, 2>{});
-    if (variant == 3) return run(Fp8GemmConfig<2, 1, 64, 1>{});
-    return run(Fp8GemmConfig<2, 1, 128, 1>{});
+// Which tiles a call gets: any choice gives the same bits, so this may follow the number of rows. On an H200 both read
+// weights as fast as a copy does. The smaller one wins by a hair where an expert has a row or two and there are few,
+// and takes a last column tile of 64.
+inline cudaError_t fp8_gemm(const Fp8GemmProblem& problem, EncodeTiled encode, int processors, cudaStream_t stream) {
+    if (problem.args.n % 128 != 0 || problem.args.rows <= 24) {
+        return launch_fp8_gemm<Fp8GemmConfig<1, 32, 2>>(problem, encode, processors, stream);
+    }
+    return launch_fp8_gemm<Fp8GemmConfig<2, 64, 1>>(problem, encode, processors, stream);
 }
 
 }  // namespace bi::moe

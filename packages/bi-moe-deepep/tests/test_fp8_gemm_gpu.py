@@ -192,6 +192,7 @@ def test_what_the_kernel_cannot_take_is_refused() -> None:
 
 
 @pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")  # vLLM's imports
 @pytest.mark.parametrize("power", [False, True], ids=["any scales", "powers of two"])
 @pytest.mark.parametrize(("n", "k"), SHAPES, ids=str)
 def test_bits_are_deep_gemms(n: int, k: int, power: bool) -> None:
