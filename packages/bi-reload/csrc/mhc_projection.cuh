@@ -296,7 +296,12 @@ __global__ void __launch_bounds__(MhcManyRows<kColumns>::kThreads, 1)
     const int64_t first_tile = blockIdx.x / a.split.splits, tile_step = gridDim.x / a.split.splits;
     const int64_t tiles = (a.rows + kMhcTileRows - 1) / kMhcTileRows;
     const MhcPiece mine = mhc_piece(a.split, piece);
-    // Barriers 1 and 2: the sums of an even or odd tile are there. 3 and 4: they have been added up.
+    // Barriers 1 and 2: the sums of an even or odd tile are there. 3 and 4: they have been added up. So a buffer is
+    // never written while it is read: every adder arrives at 3 + buffer after its last read of tile i, and every
+    // multiplying warp waits there before its first write of tile i + 2; both do so exactly where i + 2 exists. No
+    // phase is overtaken: adders reach that arrival again only past 1 + buffer, where all warps arrive after their
+    // wait, and warps arrive at 1 + buffer again only past 3 + buffer, where all adders arrive after theirs. Racecheck
+    // has reported a hazard between a read and a write that 3 orders, in one block of 128: a false alarm.
     const int threads = 32 * mine.blocks + Layout::kAdders;
 
     if (threadIdx.x == 0) {
