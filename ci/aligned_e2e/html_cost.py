@@ -26,12 +26,17 @@ def cost(report: Record) -> Markup:
     summary = tag("span", f"{above} of {len(overheads)} workloads are more than {GOAL_PERCENT:g} % slower.",
                   class_="bad-text" if above else "good-text") if overheads else None  # fmt: skip
     profiles = rows_of(report, "profiles") or _only_profile(report)
+    note = text(report, "cost_note")
     return join([
-        tag("p", "Stock with the flag off and its faster choice of experts, and aligned, by turns in one run. Medians, "
-            "and below them how far turns were apart. Bars to the right are slower, to the left faster; the dashed "
-            "line is the goal. ", summary, class_="lead"),
+        tag("p", "Stock with the flag off, with its own experts and with DeepGEMM's, and aligned, by turns in one run. "
+            "Tokens/s against the stock side that has more of them: medians, and below them how far turns were apart; "
+            "slower by the median over pairs of neighbouring turns. Bars to the right are slower, to the left faster; "
+            "the dashed line is the goal. ", summary, class_="lead"),
         _workloads(rows, overheads) if rows else tag("p", NOT_RUN),
         tag("h3", "GPU time of one step"),
+        tag("p", tag("strong", note)) if note else tag(
+            "p", "Against the stock side whose forward takes less GPU time, which may be another one than above.",
+            class_="lead"),
         _steps(profiles) if profiles else tag("p", NOT_RUN),
         tag("h3", "Extrapolated to the whole model"),
         tag("p", "Layers as often as DeepSeek-V4-Flash has them, everything else once; lm_head, log-softmax and "
@@ -52,7 +57,9 @@ def _only_profile(report: Record) -> list[Record]:
 
 def _name(profile: Record) -> str:
     batch = number(profile, "batch")
-    return f"{text(profile, 'workload') or 'one step'}{'' if batch is None else f', batch {batch:,}'}"
+    side = text(profile, "forward_baseline")
+    ends = ("" if batch is None else f", batch {batch:,}") + (f", against {side}" if side else "")
+    return f"{text(profile, 'workload') or 'one step'}{ends}"
 
 
 def _finite(row: Record, key: str) -> float | None:
@@ -84,7 +91,7 @@ def _workloads(rows: Sequence[Record], overheads: Sequence[float]) -> Markup:
     high = max([*overheads, GOAL_PERCENT]) * 1.1
     columns = (Column("workload"), Column("batch", number=True), Column("stock tok/s", number=True),
                Column("aligned tok/s", number=True), Column("slower by", number=True), Column("", wide=True),
-               Column("stock's experts"))  # fmt: skip
+               Column("stock of tokens/s"))  # fmt: skip
     made = []
     for row in rows:
         overhead = number(row, "overhead_percent")
@@ -114,7 +121,11 @@ def _steps(profiles: Sequence[Record]) -> Markup:
     for profile in profiles:
         stock, aligned = (number(profile, f"{side}_forward_us") for side in ("stock", "aligned"))
         overhead = 100 * (aligned / stock - 1) if stock and aligned is not None else None
-        cells = (_name(profile), *(value_or_not_run(us, "{:,.0f}") for us in (stock, aligned)), _slower(overhead))
+        cells = (
+            _name(profile),
+            *(value_or_not_run(us, "{:,.0f}") for us in (stock, aligned)),
+            _slower(overhead),
+        )
         rows.append((None, cells))
     return table(columns, rows)
 

@@ -11,7 +11,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from .report_view import Compared, Record, comparisons, load_report, number, rows_of, text
+from .report_view import Compared, Record, comparisons, items, load_report, number, rows_of, text
 
 __all__ = ["END", "REPORT", "START", "block", "main", "rewritten"]
 
@@ -48,12 +48,17 @@ def block(report: Record | None) -> str:
     cost = rows_of(report, "cost")
     if not cost:
         return "\n".join([*lines, "Speed against stock vLLM: not run.", ""])
+    note = text(report, "cost_note") or "GPU time is against the stock side named, whose forward takes less of it."
+    by = "by the median over pairs of neighbouring turns (least to most)" if any(map(_ends, cost)) else "of two medians"
+    lines += [f"Tokens/s are against the stock side with more of them, slower {by}.", note, ""]
     lines += [_row("tokens/s", "batch", "stock", "aligned", "slower by", "GPU time of the model")]
     lines += [_row("---", "--:", "--:", "--:", "--:", "--:")]
     for row in cost:
         rates = (_shown(number(row, key)) for key in ("batch", "stock_tok_s", "aligned_tok_s"))
-        slower = (_percent(number(row, key)) for key in ("overhead_percent", "forward_overhead_percent"))
-        lines.append(_row(text(row, "workload") or "-", *rates, *slower))
+        slower, gpu = (_percent(number(row, key)) for key in ("overhead_percent", "forward_overhead_percent"))
+        side = text(row, "forward_baseline")
+        gpu += f" against {side}" if side else ""
+        lines.append(_row(text(row, "workload") or "-", *rates, slower + _ends(row), gpu))
     return "\n".join([*lines, ""])
 
 
@@ -90,6 +95,14 @@ def _counted(name: str, found: Sequence[Compared]) -> str:
 
 def _shown(value: float | None) -> str:
     return "not run" if value is None else f"{value:,.0f}"
+
+
+def _ends(row: Record) -> str:
+    """The least and the most of all pairs of turns."""
+    spread = [number({"x": x}, "x") for x in items(row, "overhead_spread")]
+    if len(spread) != 3 or spread[0] is None or spread[2] is None:
+        return ""
+    return f" ({spread[0]:+.0f} to {spread[2]:+.0f})"
 
 
 def _percent(value: float | None) -> str:

@@ -30,6 +30,7 @@ __all__ = [
     "reasons",
     "rows_of",
     "text",
+    "with_baselines",
 ]
 
 Record = Mapping[str, Any]
@@ -78,6 +79,11 @@ PART_OF = {
 }
 """What a report's own list of what was not run calls the part that these belong to, where that is another name."""
 _NOTHING = "no record in this report"
+_ONE_SIDE = (
+    "GPU times are against the stock side named in the row alone: the other stock side was not profiled in this run, "
+    "and at small batches stock with its own experts is likely faster than stock deep_gemm."
+)
+"""Said of a report of which a GPU time has no other stock side beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,38 @@ def load_report(path: pathlib.Path) -> dict[str, Any]:
             raise TypeError("its profile is no text")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ReportError(f"{path}: expected a report, got something else ({error}). Run the profile again.") from error
-    return dict(report)
+    return with_baselines(report)
+
+
+def with_baselines(report: Record) -> dict[str, Any]:
+    """The report, with the stock side of each GPU time in ``forward_baseline`` and ``cost_note`` where it had no rival.
+
+    Older records timed and profiled the GPU for the stock side with most tokens/s alone, and their overhead was that of
+    two medians; here it becomes, as in newer ones, the median over pairs of neighbouring turns.
+
+    Args:
+        report: Of any profile and age.
+    """
+    made = dict(report)
+    alone = False
+    for key in ("cost", "profiles"):
+        if not isinstance(made.get(key), list):
+            continue
+        made[key] = [_with_baseline(row) if isinstance(row, Mapping) else row for row in made[key]]
+        timed = [row for row in rows_of(made, key) if number(row, "stock_forward_us") is not None]
+        alone = alone or any(len(set(mapping(row, "forward_us")) - {"aligned"}) < 2 for row in timed)
+    made.pop("cost_note", None)
+    return made | {"cost_note": _ONE_SIDE} if alone else made
+
+
+def _with_baseline(row: Record) -> Record:
+    spread = items(row, "overhead_spread")
+    changed: dict[str, Any] = {}
+    if len(spread) == 3 and number({"median": spread[1]}, "median") is not None:
+        changed["overhead_percent"] = spread[1]
+    if "forward_baseline" not in row and number(row, "stock_forward_us") is not None:
+        changed["forward_baseline"] = text(row, "stock_baseline")
+    return {**row, **changed}
 
 
 def at(record: object, *path: str) -> Any:

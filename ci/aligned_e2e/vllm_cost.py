@@ -1,11 +1,13 @@
 """What aligned mode costs: stock vLLM against the four hooks, by turns, on one GPU.
 
 ``python -m aligned_e2e.vllm_cost --checkpoint DIR --parts DIR [--limit SECONDS]``. Stock is vLLM with the flag off and
-no plug-in, once with its own choice of expert kernels and once with DeepGEMM's; the faster of the two in a workload is
-its baseline. All engines live at once and only one works at a time, while the others sleep; a workload goes around them
-many times, forwards and backwards, in short turns of which the first steps do not count. Medians are reported, and how
-far turns were apart. Then each side runs a few steps under a profiler, which gives GPU time by layer type and op and,
-from that, the time of a step of all 43 layers of DeepSeek-V4-Flash.
+no plug-in, once with its own choice of expert kernels and once with DeepGEMM's. A workload has two baselines: for
+tokens/s the side with more of them, for GPU time the side whose forward takes less of it; they may be different sides,
+because tokens/s of small steps are bound by the host and drift. All engines live at once and only one works at a time,
+while the others sleep; a workload goes around them many times, forwards and backwards, in short turns of which the
+first steps do not count. Medians are reported, and how far turns were apart; the overhead is the median over pairs of
+neighbouring turns, which drift together. Then each side runs a few steps under a profiler, which gives GPU time by
+layer type and op and, from that, the time of a step of all 43 layers of DeepSeek-V4-Flash.
 
 The checkpoint is generated if it is not there, while the kernels that need minutes to compile in one process are
 compiled in many. ``PARTS/cost.json`` is written after every workload, so that whatever was measured before ``--limit``
@@ -127,7 +129,7 @@ _MAIN = ("decode", 32)  # whose profile is the record's ``layers``, ``ops`` and 
 
 ROUNDS = 24  # as far as the time goes; even, so that each side goes first as often as last
 _FEWEST = 4
-_PROFILE = 4.0  # seconds that are kept for the profile of a workload
+_PROFILE = 6.0  # seconds that are kept for the profile of a workload
 _MEASURING = 90.0  # seconds that are kept for measuring when an engine does not get ready
 _TURN = 90.0  # no answer takes longer than that, but a start
 _HEAD_START = 45.0  # of those that compile: an engine loads weights for about as long before it needs them
@@ -283,15 +285,14 @@ def measure_all(engines: dict[str, Engine], clock: Clock, record: dict[str, Any]
         save()
         if not workload.profiled:
             continue
-        sides = (row["stock_baseline"], _ALIGNED)
         times: dict[str, list[OpTime]] = {}
         if clock.left() > _PROFILE:
             arguments = workload.arguments | {"steps": min(8, workload.steps)}
-            times = each(f"profile of {what}", "profile", sides, **arguments)
-        if len(times) < 2:
+            times = each(f"profile of {what}", "profile", **arguments)
+        if _ALIGNED not in times or len(times) < 2:
             record["not_run"].append({"what": f"profile of {what}", "why": "no time left, or a side is missing"})
             continue
-        _add_profile(workload, row, times[row["stock_baseline"]], times[_ALIGNED], record)
+        _add_profile(workload, row, times, record)
         save()
     if clock.left() > 5:
         copy()
@@ -306,7 +307,12 @@ def share_of(workload: Workload, left: float) -> float:
 
 
 def cost_row(workload: Workload, turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """A line of ``cost``: medians over the turns, stock being the faster of its two engines; None where it failed."""
+    """A line of ``cost``, each of whose two figures has a baseline of its own; None where a side failed.
+
+    ``stock_baseline``, with the most tokens/s: ``overhead_percent`` is the median over rounds, in which both sides had
+    a turn, since two medians of drifting series say less. ``forward_baseline``, with the least GPU time of a forward:
+    ``forward_overhead_percent`` is of medians, since GPU time does not drift with the host.
+    """
     speed = {
         side: statistics.median(turn["tokens"] / turn["seconds"] for turn in side_turns)
         for side, side_turns in turns.items()
@@ -314,6 +320,7 @@ def cost_row(workload: Workload, turns: Mapping[str, Sequence[Mapping[str, Any]]
     }
     forward = {side: statistics.median(t["forward_us"] for t in turns[side]) for side in speed}
     stock = max((side for side in speed if side != _ALIGNED), key=lambda side: speed[side], default=None)
+    least = min((side for side in forward if side != _ALIGNED), key=lambda side: forward[side], default=None)
     both = stock is not None and _ALIGNED in speed
     rates = {side: [turn["tokens"] / turn["seconds"] for turn in turns[side]] for side in speed}
     pairs = zip(rates[stock], rates[_ALIGNED], strict=False) if stock and both else ()
@@ -323,11 +330,13 @@ def cost_row(workload: Workload, turns: Mapping[str, Sequence[Mapping[str, Any]]
         "batch": workload.batch,
         "stock_tok_s": round(speed[stock], 1) if stock else None,
         "aligned_tok_s": round(speed[_ALIGNED], 1) if _ALIGNED in speed else None,
-        "overhead_percent": overhead_percent(1 / speed[stock], 1 / speed[_ALIGNED]) if stock and both else None,
+        "overhead_percent": round(statistics.median(by_round), 2) if by_round else None,
         "stock_baseline": stock,
-        "stock_forward_us": round(forward[stock], 1) if stock else None,
+        "forward_baseline": least,
+        "stock_forward_us": round(forward[least], 1) if least else None,
         "aligned_forward_us": round(forward[_ALIGNED], 1) if _ALIGNED in forward else None,
-        "forward_overhead_percent": overhead_percent(forward[stock], forward[_ALIGNED]) if stock and both else None,
+        "forward_overhead_percent": overhead_percent(forward[least], forward[_ALIGNED]) if least and both else None,
+        "forward_us": {side: round(us, 1) for side, us in forward.items()},
         "stock_spread": _spread(rates[stock]) if stock else None,
         "aligned_spread": _spread(rates[_ALIGNED]) if _ALIGNED in rates else None,
         "overhead_spread": _spread(by_round) if by_round else None,
@@ -348,18 +357,29 @@ def _spread(values: Sequence[float]) -> list[float]:
 def _add_profile(
     workload: Workload,
     row: Mapping[str, Any],
-    stock: Sequence[OpTime],
-    aligned: Sequence[OpTime],
+    times: Mapping[str, Sequence[OpTime]],
     record: dict[str, Any],
 ) -> None:
-    profile: dict[str, Any] = {"workload": workload.name, "batch": workload.batch}
-    profile |= {name: row[name] for name in ("stock_baseline", "stock_forward_us", "aligned_forward_us")}
-    measured = (row["stock_forward_us"], row["aligned_forward_us"])
-    profile |= summarise(stock, aligned, record["model"]["ratios"], record["model"]["vocabulary"], measured)
+    """The profile of a workload, against the stock side with the least GPU time of a forward of those that have one."""
+    us, ratios = row["forward_us"], record["model"]["ratios"]
+    stock = min((side for side in times if side != _ALIGNED), key=lambda side: us[side])
+    measured = (us[stock], us[_ALIGNED])
+    profile: dict[str, Any] = {
+        "workload": workload.name,
+        "batch": workload.batch,
+        "forward_baseline": stock,
+        "stock_forward_us": measured[0],
+        "aligned_forward_us": measured[1],
+        "forward_us": {side: us[side] for side in times},
+        "layers_us": {
+            side: {name: round(t, 2) for name, t in layer_times(found, ratios).items()} for side, found in times.items()
+        },
+    }
+    profile |= summarise(times[stock], times[_ALIGNED], ratios, record["model"]["vocabulary"], measured)
     record["profiles"].append(profile)
     if (workload.name, workload.batch) == _MAIN or not record["layers"]:
         record |= {name: profile[name] for name in ("layers", "ops", "extrapolated")}
-    print(f"    {json.dumps(profile['layers'])}\n    {json.dumps(profile['extrapolated'])}")
+    print(f"    against {stock}: {json.dumps(profile['layers'])}\n    {json.dumps(profile['extrapolated'])}")
     for op in profile["ops"]:
         print(f"    {op['op']:34} stock {op['stock_us']:9.1f} us  aligned {op['aligned_us']:9.1f} us", flush=True)
 
@@ -571,7 +591,7 @@ def _print_row(clock: Clock, row: Mapping[str, Any]) -> None:
     print(
         f"[{clock.spent():5.0f} s] {row['workload']:28} batch {row['batch']:3}: {row['stock_baseline']} "
         f"{row['stock_tok_s']} tok/s, aligned {row['aligned_tok_s']} tok/s, {row['overhead_percent']} % slower; "
-        f"forward {row['stock_forward_us']} and {row['aligned_forward_us']} us, {row['forward_overhead_percent']} %; "
+        f"forward {row['forward_us']} us, {row['forward_overhead_percent']} % against {row['forward_baseline']}; "
         f"{row['modes']}",
         flush=True,
     )

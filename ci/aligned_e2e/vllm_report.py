@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .report import digest_of
+from .report_view import with_baselines
 from .vllm_engine import ENGINES, FIRST, QUICK, Engine
 
 __all__ = [
@@ -395,7 +396,8 @@ def merge(parts: pathlib.Path, *, profile: str, gpus: int) -> dict[str, Any]:
     if sums["tokens_compared"] < TOKENS_REQUIRED:
         whole.failures.append(f"expected {TOKENS_REQUIRED} tokens, compared {sums['tokens_compared']}")
     never = [{"what": what, "why": why} for what, why in _NEVER if what != f"profile {profile}"]
-    return {**whole.report, **sums, **_about(records), "not_run": whole.not_run + never, "failures": whole.failures}
+    report = {**whole.report, **sums, **_about(records), "not_run": whole.not_run + never, "failures": whole.failures}
+    return with_baselines(report)
 
 
 @dataclass(slots=True)

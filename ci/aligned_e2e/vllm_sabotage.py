@@ -6,7 +6,7 @@ are traced (:mod:`aligned_e2e.vllm_probe`). A healthy engine does the same, and 
 so does stock vLLM with its own batch-invariant mode, to show where it parts.
 The switches exist in this harness only: the plan of a package loses patches before vLLM loads its plug-ins, or one
 function of its hook is replaced. Records lie in ``DIR/sabotage`` and are kept, so that a call goes on where the last
-one ended; what is found goes to ``DIR/sabotages.json``.
+one ended; what is found goes to ``DIR/sabotage.json``.
 """
 
 from __future__ import annotations
@@ -37,13 +37,25 @@ from bi_kernels.testing.trace import Trace, first_divergence
 from .h200 import ENVIRONMENT, end_process
 from .vllm_engine import COMMON, header
 from .vllm_probe import first_partings, switch_plans, watch_engine
+from .vllm_report import record_of
 
-__all__ = ["HEALTHY", "SABOTAGES", "STOCK", "Finding", "Sabotage", "judge", "main", "make_requests", "perturbed"]
+__all__ = [
+    "HEALTHY",
+    "SABOTAGES",
+    "STOCK",
+    "Finding",
+    "Sabotage",
+    "judge",
+    "main",
+    "make_requests",
+    "parse",
+    "perturbed",
+]
 
 By = Literal["bits", "refusal", "plan", "attestation"]
 Swap = tuple[str, Callable[[Any], Any]]
 
-PART = "sabotages"
+PART = "sabotage"
 HEALTHY, STOCK = "healthy", "stock"
 SETTINGS: dict[str, Any] = COMMON | {
     "enforce_eager": True,
@@ -545,13 +557,17 @@ def _run(name: str, arguments: argparse.Namespace) -> tuple[str, bool]:
     return name, record.is_file()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run sabotages side by side and say who noticed; exit code 1 unless each was caught as declared."""
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's arguments. What is found goes, unless told otherwise, where :mod:`aligned_e2e.h200` waits for it.
+
+    Raises:
+        SystemExit: They are none.
+    """
     parser = argparse.ArgumentParser(prog="aligned_e2e.vllm_sabotage", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of SABOTAGES, or how one begins; default: all")
     parser.add_argument("--checkpoint", type=pathlib.Path, required=True)
     parser.add_argument("--parts", type=pathlib.Path, help="where the records go; default: the folder of OUTPUT")
-    parser.add_argument("--output", type=pathlib.Path, help="what is found; default: PARTS/sabotages.json")
+    parser.add_argument("--output", type=pathlib.Path, help="what is found; default: PARTS/sabotage.json")
     parser.add_argument("--jobs", type=int, default=4, help="processes at a time; about 8 GiB of GPU memory each")
     parser.add_argument("--seconds", type=float, default=240.0, help="limit of one process")
     parser.add_argument("--play", action="store_true", help=argparse.SUPPRESS)
@@ -559,12 +575,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.parts is None and arguments.output is None:
         parser.error("one of --parts and --output is needed")
     arguments.parts = arguments.parts or arguments.output.parent
-    arguments.output = arguments.output or arguments.parts / "sabotages.json"
+    arguments.output = arguments.output or record_of(arguments.parts, PART)
+    arguments.chosen = [s for s in SABOTAGES if not arguments.names or s.name.startswith(tuple(arguments.names))]
+    if not arguments.chosen and not arguments.play:
+        parser.error(f"no sabotage begins with {', '.join(arguments.names)}; there are: {'; '.join(_BY_NAME)}")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run sabotages side by side and say who noticed; exit code 1 unless each was caught as declared."""
+    arguments = parse(argv)
     if arguments.play:
         return _main_of_one(arguments.names[0], arguments)
-    chosen = [s for s in SABOTAGES if not arguments.names or s.name.startswith(tuple(arguments.names))]
-    if not chosen:
-        parser.error(f"no sabotage begins with {', '.join(arguments.names)}; there are: {'; '.join(_BY_NAME)}")
+    chosen: list[Sabotage] = arguments.chosen
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         names = [HEALTHY, *([] if arguments.names else [STOCK]), *(sabotage.name for sabotage in chosen)]

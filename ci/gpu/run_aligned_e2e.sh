@@ -50,15 +50,15 @@ export PYTHONPATH="$site:$root/ci${PYTHONPATH:+:$PYTHONPATH}" PYTHONFAULTHANDLER
 unset BI_PARTIAL VLLM_PLUGINS
 
 # A fresh install may have no bytecode, and then a dozen engines that start at once compile the same modules each.
-timeout 60 "$python" - "$site" <<'PY'
-import compileall
+# As a module: compileall's worker processes import the main one by its name or path, and a script on stdin has neither.
+mapfile -t folders < <("$python" - <<'PY'
 import importlib.util
-import sys
 
 found = [importlib.util.find_spec(name) for name in ("vllm", "tilelang", "cutlass")]
-for folder in (sys.argv[1], *(path for spec in found if spec for path in spec.submodule_search_locations or ())):
-    compileall.compile_dir(folder, quiet=2, workers=0)
+print(*(path for spec in found if spec for path in spec.submodule_search_locations or ()), sep="\n")
 PY
+)
+timeout 60 "$python" -m compileall -qq -j 0 "$site" "${folders[@]}"
 
 {
     date -u '+%F %T'

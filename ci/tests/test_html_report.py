@@ -15,7 +15,7 @@ from aligned_e2e.html_markup import Column, bar, table, tag
 from aligned_e2e.html_report import main, render
 from aligned_e2e.readme_table import END, START, block, rewritten
 from aligned_e2e.report import ReportError
-from aligned_e2e.report_view import load_report
+from aligned_e2e.report_view import load_report, with_baselines
 
 # Numbers of no run: they have the shape of a report and are nobody's measurement.
 _SCHEDULES = (
@@ -343,6 +343,28 @@ def test_every_profile_has_its_tables(full: dict[str, Any]) -> None:
     assert page.text.count("lm_head") == 2  # said once, and the head of its column
     del full["profiles"][0]["extrapolated"]["parts"][1]
     assert "not run" in _page(full).text.split("Extrapolated to the whole model")[1]
+
+
+def test_a_gpu_time_names_its_stock_side_and_says_when_it_had_no_rival(full: dict[str, Any]) -> None:
+    """Older records profiled the side with most tokens/s alone, and had the overhead of two medians."""
+    times = {"stock_baseline": "stock deep_gemm", "stock_forward_us": 1000.0, "aligned_forward_us": 640.0}
+    full["cost"][2] |= times | {"forward_overhead_percent": -36.0, "overhead_spread": [-16.0, 9.73, 45.5]}
+    full["profiles"] = [{"workload": "decode", "batch": 32, **times}]
+    old = with_baselines(full)
+    assert with_baselines(old) == old
+    assert old["cost"][2]["overhead_percent"] == 9.73
+    assert "| decode | 32 | 3,200 | 3,065 | +9.7 % (-16 to +46) | -36.0 % against stock deep_gemm |" in block(old)
+    for shown in (block(old), _page(old).text):
+        assert shown.count("the other stock side was not profiled in this run") == 1
+    assert _page(old).text.count("decode, batch 32, against stock deep_gemm") == 3
+    both = {"forward_baseline": "stock", "forward_us": {"stock": 1000.0, "stock deep_gemm": 1800.0, "aligned": 640.0}}
+    for row in (full["cost"][2], full["profiles"][0]):
+        row |= both
+    new = with_baselines(full)
+    assert "-36.0 % against stock |" in block(new)
+    for shown in (block(new), _page(new).text):
+        assert "not profiled in this run" not in shown
+        assert "takes less" in shown
 
 
 def test_other_libraries_in_one_part_are_red(full: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from aligned_e2e.kernel_times import (
     overhead_percent,
     relabel,
 )
+from aligned_e2e.report_view import with_baselines
 from aligned_e2e.vllm_cost import WORKLOADS, Child, Clock, Side, SideError, cost_row, measure_all, share_of
 
 
@@ -164,8 +165,9 @@ class TestTables:
 class Engine:
     """Answers at once, at a speed of its own, and writes down when it was asked."""
 
-    def __init__(self, name, speed, asked, clock, fails=()):
+    def __init__(self, name, speed, asked, clock, fails=(), us=None):
         self.name, self.speed, self.asked, self.clock, self.fails = name, speed, asked, clock, fails
+        self.us = us or 1e6 / speed
 
     def ask(self, name, timeout, **arguments):
         self.asked.append((self.name, name, arguments))
@@ -174,18 +176,18 @@ class Engine:
             raise SideError(f"{self.name} died", alive=name == "profile")
         if name == "measure":
             tokens = 100 * arguments["steps"]
-            return {"tokens": tokens, "seconds": tokens / self.speed, "forward_us": 1e6 / self.speed, "forwards": 1,
+            return {"tokens": tokens, "seconds": tokens / self.speed, "forward_us": self.us, "forwards": 1,
                     "modes": {"FULL": 1}}  # fmt: skip
         if name == "profile":
-            return times((1e5 / self.speed,) * 3, lm_head=1.0)
+            return times((self.us / 10,) * 3, lm_head=1.0)
         return 4000.0
 
 
-def run(limit=400.0, **fails):
+def run(limit=400.0, us=None, **fails):
     now, asked = [0.0], []
     speeds = {"stock": 100, "stock deep_gemm": 200, "aligned": 160}
-    engines = {name: Engine(name, speed, asked, now, fails.get(name.replace(" ", "_"), ())) for name, speed in
-               speeds.items()}  # fmt: skip
+    engines = {name: Engine(name, speed, asked, now, fails.get(name.replace(" ", "_"), ()), (us or {}).get(name))
+               for name, speed in speeds.items()}  # fmt: skip
     record = {name: [] for name in ("cost", "layers", "profiles", "not_run", "copy_gb_s")}
     record["model"] = {"ratios": RATIOS, "vocabulary": 1}
     measure_all(engines, Clock(limit, lambda: now[0]), record, lambda: json.dumps(record))
@@ -213,9 +215,32 @@ class TestTurns:
         assert record["waited"] == dict.fromkeys(forwards, 4000.0)
         assert record["copy_gb_s"] == [4000.0, 4000.0]
 
-    def test_profiles_are_of_baseline_and_aligned(self):
+    def test_gpu_time_has_its_own_baseline(self):
+        """The side with most tokens/s may be bound by the host; its GPU time would flatter the hooks."""
+        us = {"stock": 4000.0, "stock deep_gemm": 8000.0, "aligned": 5000.0}
+        record, _ = run(us=us)
+        for row in record["cost"]:
+            assert (row["stock_baseline"], row["overhead_percent"]) == ("stock deep_gemm", 25)
+            assert (row["forward_baseline"], row["stock_forward_us"], row["aligned_forward_us"]) == (
+                "stock",
+                4000,
+                5000,
+            )
+            assert row["forward_overhead_percent"] == 25  # and not -37.5
+            assert row["forward_us"] == us
+        for profile in record["profiles"]:
+            assert (profile["forward_baseline"], profile["stock_forward_us"]) == ("stock", 4000)
+            assert profile["layers"][0]["stock_us"] == profile["layers_us"]["stock"]["window only"] == 400
+            assert profile["layers_us"]["stock deep_gemm"]["window only"] == 800
+            assert profile["extrapolated"]["overhead_percent"] > 0
+        assert "cost_note" not in with_baselines(record)
+        record, _ = run(us=us, stock=("profile",))  # the other stock side is named instead, and that it is alone
+        assert {profile["forward_baseline"] for profile in record["profiles"]} == {"stock deep_gemm"}
+        assert "not profiled in this run" in with_baselines(record)["cost_note"]
+
+    def test_profiles_are_of_all_sides(self):
         record, asked = run()
-        assert {side for side, name, _ in asked if name == "profile"} == {"stock deep_gemm", "aligned"}
+        assert {side for side, name, _ in asked if name == "profile"} == {"stock", "stock deep_gemm", "aligned"}
         assert [(p["workload"], p["batch"]) for p in record["profiles"]] == [
             (w.name, w.batch) for w in WORKLOADS if w.profiled
         ]
@@ -275,7 +300,19 @@ class TestTurns:
         row = cost_row(WORKLOADS[0], turns)
         assert (row["overhead_percent"], row["forward_overhead_percent"]) == (0, 0)
         assert row["stock_spread"] == [11.11, 100, 100]
+        assert row["overhead_percent"] == row["overhead_spread"][1]
         assert row["overhead_spread"] == [-88.89, 0, 0]
+
+    def test_a_drift_that_both_sides_share_is_no_overhead(self):
+        """Two medians of drifting series may be of different turns; pairs are not."""
+
+        def turn(rate):
+            return {"tokens": rate, "seconds": 1.0, "forward_us": 5.0, "forwards": 1, "modes": {}}
+
+        stock, aligned = (100.0, 200.0, 300.0), (90.0, 400.0, 300.0)
+        row = cost_row(WORKLOADS[0], {"stock": [*map(turn, stock)], "aligned": [*map(turn, aligned)]})
+        assert (row["stock_tok_s"], row["aligned_tok_s"]) == (200, 300)  # of which one would say -33 %
+        assert row["overhead_percent"] == 0
 
 
 class TestServing:

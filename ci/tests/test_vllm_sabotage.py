@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import bi_kernels as bk
-from aligned_e2e import vllm_sabotage
+from aligned_e2e import h200, vllm_sabotage
 from aligned_e2e.vllm_sabotage import HEALTHY, SABOTAGES, STOCK, Sabotage, judge, make_requests, perturbed
 from bi_kernels.runtime.packages import PACKAGES
 from bi_kernels.testing.trace import Rows, Trace
@@ -246,6 +246,22 @@ def test_the_healthy_engine_must_be_healthy(tmp_path, content, problem):
     assert found is None if problem is None else problem in found
 
 
+def waited_for(tmp_path):
+    """Where the runner waits for the record, and where its command line has it written."""
+    (job,) = h200.extra_jobs(["sabotage"], tmp_path / "weights", tmp_path / "parts", at_once=2, limit=100.0)
+    (command,), (record,) = job.commands, job.records
+    assert command[1:3] == ("-m", "aligned_e2e.vllm_sabotage")
+    return record, vllm_sabotage.parse(command[3:]).output
+
+
+def test_the_record_is_where_the_runner_waits_for_it(tmp_path, monkeypatch):
+    record, output = waited_for(tmp_path)
+    assert record == output == tmp_path / "parts" / "sabotage.json"
+    monkeypatch.setattr(vllm_sabotage, "PART", "sabotages")  # a part of another name, which the runner does not know
+    record, output = waited_for(tmp_path)
+    assert record != output
+
+
 def test_main_runs_judges_and_keeps_records(tmp_path, monkeypatch, capsys):
     sabotages = (BITS, Sabotage("other", "hook", off=TARGETS, expected="attestation"))
     monkeypatch.setattr(vllm_sabotage, "SABOTAGES", sabotages)
@@ -270,7 +286,7 @@ def test_main_runs_judges_and_keeps_records(tmp_path, monkeypatch, capsys):
     arguments = ["--checkpoint", "nowhere", "--parts", str(tmp_path), "--jobs", "2"]
     assert vllm_sabotage.main(arguments) == 0
     assert set(played) == {HEALTHY, STOCK, "it", "other"}
-    record = json.loads((tmp_path / "sabotages.json").read_text())
+    record = json.loads((tmp_path / "sabotage.json").read_text())
     assert [finding["caught"] for finding in record["sabotages"]] == [True, True]
     assert set(record["sabotages"][0]) == {
         "name", "hook", "expected", "caught", "by", "located_layer", "located_op", "detail"
