@@ -7,18 +7,6 @@ namespace {
 
 using bi::Tensor;
 
-bi::EncodeTiled encode_tiled() {
-    static const bi::EncodeTiled function = [] {
-        void* found = nullptr;
-        cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-        STD_CUDA_CHECK(
-            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
-        STD_TORCH_CHECK(result == cudaDriverEntryPointSuccess, "the CUDA driver has no cuTensorMapEncodeTiled");
-        return reinterpret_cast<bi::EncodeTiled>(found);
-    }();
-    return function;
-}
-
 void fixed_order_mm(const Tensor& x, const Tensor& weight, const Tensor& out) {
     using Type = torch::headeronly::ScalarType;
     const int32_t device = x.get_device_index();
@@ -66,8 +54,8 @@ void fixed_order_mm(const Tensor& x, const Tensor& weight, const Tensor& out) {
     };
     const torch::stable::accelerator::DeviceGuard guard(device);
     const cudaStream_t stream = bi::current_stream(device);
-    STD_CUDA_CHECK(bf16 ? bi::fixed_order_mm<true>(problem, encode_tiled(), processors, stream)
-                        : bi::fixed_order_mm<false>(problem, encode_tiled(), processors, stream));
+    STD_CUDA_CHECK(bf16 ? bi::fixed_order_mm<true>(problem, processors, stream)
+                        : bi::fixed_order_mm<false>(problem, processors, stream));
 }
 
 }  // namespace

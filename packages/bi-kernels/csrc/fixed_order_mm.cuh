@@ -18,6 +18,7 @@
 
 #include "bi/numerics.cuh"
 #include "bi/sm90.cuh"
+#include "bi/tensor_map.cuh"
 
 namespace bi {
 
@@ -321,22 +322,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 
 constexpr int64_t kResident = int64_t{1} << 23;
 constexpr int kBandRows = 1024;
 
-// Encodes a tensor map: rows of `k` bfloat16 elements, `stride` elements apart, in boxes of `box_rows` x 64.
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-inline bool encode_map(EncodeTiled encode, CUtensorMap* map, const void* data, int64_t rows, int64_t k, int64_t stride,
-                       int box_rows) {
-    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows)};
-    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride) * 2};
-    const cuuint32_t box[2] = {kBlockK, static_cast<cuuint32_t>(box_rows)};
-    const cuuint32_t steps[2] = {1, 1};
-    return encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, strides, box, steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
 struct FixedOrderMmProblem {
     const void* x;
     const void* w;
@@ -345,8 +330,7 @@ struct FixedOrderMmProblem {
 };
 
 template <class Config, bool kBf16>
-cudaError_t launch_fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTiled encode, int processors,
-                                  cudaStream_t stream) {
+cudaError_t launch_fixed_order_mm(const FixedOrderMmProblem& problem, int processors, cudaStream_t stream) {
     const auto kernel = fixed_order_mm_kernel<Config, kBf16>;
     FixedOrderMmArgs args = problem.args;
     args.tiles_m = static_cast<int>((args.m + Config::kTileM - 1) / Config::kTileM);
@@ -357,11 +341,12 @@ cudaError_t launch_fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTile
     args.x_rows = Config::kShare > 1 ? Config::kTileM / Config::kShare
                                      : static_cast<int>(std::min<int64_t>(Config::kTileM, (args.m + 7) / 8 * 8));
     CUtensorMap x_map, w_map;
-    if (!encode_map(encode, &x_map, problem.x, args.m, args.k, problem.x_stride, args.x_rows) ||
-        !encode_map(encode, &w_map, problem.w, args.n, args.k, problem.w_stride, Config::kTileN)) {
-        return cudaErrorInvalidValue;
-    }
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
+    constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    cudaError_t error = encode_rows(&x_map, kType, 2, problem.x, args.m, args.k, problem.x_stride, args.x_rows);
+    if (error != cudaSuccess) return error;
+    error = encode_rows(&w_map, kType, 2, problem.w, args.n, args.k, problem.w_stride, Config::kTileN);
+    if (error != cudaSuccess) return error;
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
     if (error != cudaSuccess) return error;
     cudaLaunchAttribute attribute[1];
     attribute[0].id = cudaLaunchAttributeClusterDimension;
@@ -382,12 +367,11 @@ cudaError_t launch_fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTile
 // Which tiles a call gets: any choice gives the same bits, so this may weigh rows against idle multiprocessors. The
 // limits are where the curves measured on an H200 cross; 132 blocks fill it.
 template <bool kBf16>
-cudaError_t fixed_order_mm(const FixedOrderMmProblem& problem, EncodeTiled encode, int processors,
-                           cudaStream_t stream) {
+cudaError_t fixed_order_mm(const FixedOrderMmProblem& problem, int processors, cudaStream_t stream) {
     const int64_t m = problem.args.m, n = problem.args.n;
     const auto tiles = [&](int64_t tile_m, int64_t tile_n) { return (m + tile_m - 1) / tile_m * (n / tile_n); };
     const auto run = [&]<class Config>(Config) {
-        return launch_fixed_order_mm<Config, kBf16>(problem, encode, processors, stream);
+        return launch_fixed_order_mm<Config, kBf16>(problem, processors, stream);
     };
     if (tiles(64, 64) <= 8) return run(FixedOrderMmConfig<1, 64, 8>{});
     // An odd number of column tiles: none of 128 columns fits, and not every one has a neighbour to share x with.

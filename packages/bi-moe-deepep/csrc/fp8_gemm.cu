@@ -7,18 +7,6 @@ namespace {
 
 using bi::Tensor;
 
-bi::moe::EncodeTiled encode_tiled() {
-    static const bi::moe::EncodeTiled function = [] {
-        void* found = nullptr;
-        cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-        STD_CUDA_CHECK(
-            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
-        STD_TORCH_CHECK(result == cudaDriverEntryPointSuccess, "the CUDA driver has no cuTensorMapEncodeTiled");
-        return reinterpret_cast<bi::moe::EncodeTiled>(found);
-    }();
-    return function;
-}
-
 void fp8_gemm_offsets(const Tensor& out, const Tensor& q, const Tensor& s, const Tensor& wq, const Tensor& ws,
                       const Tensor& offsets) {
     using Type = torch::headeronly::ScalarType;
@@ -84,7 +72,7 @@ void fp8_gemm_offsets(const Tensor& out, const Tensor& q, const Tensor& s, const
                  .stages = 0},
     };
     const torch::stable::accelerator::DeviceGuard guard(device);
-    STD_CUDA_CHECK(bi::moe::fp8_gemm(problem, encode_tiled(), processors, bi::current_stream(device)));
+    STD_CUDA_CHECK(bi::moe::fp8_gemm(problem, processors, bi::current_stream(device)));
 }
 
 }  // namespace

@@ -19,6 +19,7 @@
 
 #include "bi/numerics.cuh"
 #include "bi/sm90.cuh"
+#include "bi/tensor_map.cuh"
 
 namespace bi::moe {
 
@@ -315,22 +316,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 #endif
 }
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// Encodes a tensor map: rows of `k` bytes, `stride` apart, in boxes of `box_rows` x 128.
-inline bool encode_fp8_map(EncodeTiled encode, CUtensorMap* map, const void* data, int64_t rows, int64_t k,
-                           int64_t stride, int box_rows) {
-    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows)};
-    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride)};
-    const cuuint32_t box[2] = {kGemmBlockK, static_cast<cuuint32_t>(box_rows)};
-    const cuuint32_t steps[2] = {1, 1};
-    return encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(data), sizes, strides, box, steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
 struct Fp8GemmProblem {
     const void* q;   // [rows, k]
     const void* wq;  // [experts * n, k]
@@ -339,7 +324,7 @@ struct Fp8GemmProblem {
 };
 
 template <class Config>
-cudaError_t launch_fp8_gemm(const Fp8GemmProblem& problem, EncodeTiled encode, int processors, cudaStream_t stream) {
+cudaError_t launch_fp8_gemm(const Fp8GemmProblem& problem, int processors, cudaStream_t stream) {
     const auto kernel = fp8_gemm_kernel<Config>;
     Fp8GemmArgs args = problem.args;
     args.tiles_n = args.n / Config::kTileN;
@@ -350,12 +335,13 @@ cudaError_t launch_fp8_gemm(const Fp8GemmProblem& problem, EncodeTiled encode, i
     const int shared_bytes = rest + args.stages * Config::kStageBytes;
     const int64_t k = int64_t{args.groups} * kGemmBlockK;
     CUtensorMap x_map, w_map;
-    if (!encode_fp8_map(encode, &x_map, problem.q, args.rows, k, problem.q_row, kGemmBoxRows) ||
-        !encode_fp8_map(encode, &w_map, problem.wq, int64_t{args.experts} * args.n, k, problem.wq_row,
-                        Config::kTileN)) {
-        return cudaErrorInvalidValue;
-    }
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    const int64_t w_rows = int64_t{args.experts} * args.n;
+    cudaError_t error = encode_rows(&x_map, kType, 1, problem.q, args.rows, k, problem.q_row, kGemmBoxRows);
+    if (error != cudaSuccess) return error;
+    error = encode_rows(&w_map, kType, 1, problem.wq, w_rows, k, problem.wq_row, Config::kTileN);
+    if (error != cudaSuccess) return error;
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
     error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
@@ -370,11 +356,11 @@ cudaError_t launch_fp8_gemm(const Fp8GemmProblem& problem, EncodeTiled encode, i
 // Which tiles a call gets: any choice gives the same bits, so this may follow the number of rows. On an H200 both read
 // weights as fast as a copy does. The smaller one wins by a hair where an expert has a row or two and there are few,
 // and takes a last column tile of 64.
-inline cudaError_t fp8_gemm(const Fp8GemmProblem& problem, EncodeTiled encode, int processors, cudaStream_t stream) {
+inline cudaError_t fp8_gemm(const Fp8GemmProblem& problem, int processors, cudaStream_t stream) {
     if (problem.args.n % 128 != 0 || problem.args.rows <= 24) {
-        return launch_fp8_gemm<Fp8GemmConfig<1, 32, 2>>(problem, encode, processors, stream);
+        return launch_fp8_gemm<Fp8GemmConfig<1, 32, 2>>(problem, processors, stream);
     }
-    return launch_fp8_gemm<Fp8GemmConfig<2, 64, 1>>(problem, encode, processors, stream);
+    return launch_fp8_gemm<Fp8GemmConfig<2, 64, 1>>(problem, processors, stream);
 }
 
 }  // namespace bi::moe
