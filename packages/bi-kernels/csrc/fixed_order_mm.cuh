@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "bi/dependent_launch.cuh"
 #include "bi/numerics.cuh"
 #include "bi/sm90.cuh"
 #include "bi/tensor_map.cuh"
@@ -50,15 +51,15 @@ struct FixedOrderMmConfig {
     // And those that feed them: a warpgroup where it gives up registers, else a warp.
     static constexpr int kThreads = 128 * kWarpgroups_ + (kWhole ? 128 : 32);
     static constexpr int kStageBytes = (kTileM + kTileN) * kBlockK * 2;
-    // Two blocks with one piece fit on a multiprocessor: a GPC has room for few clusters of eight with one block each.
-    static constexpr int kStages = std::min(8, (kCut == kSplits ? 100352 : kWhole ? 196608 : 131072) / kStageBytes);
-    static constexpr int kPiecePitch = kTileN + 8;  // floats: rows of a fragment then fall into different banks
-    static constexpr int kPieceBytes = kTileM * kPiecePitch * 4;
-    // A single piece may take the place of the stages, which are done by then.
-    static constexpr int kPiecesAt = kPieces == 1 ? 0 : kStages * kStageBytes;
-    static constexpr int kTileBytes =
-        kWhole ? kStages * kStageBytes : std::max(kStages * kStageBytes, kPiecesAt + kPieces * kPieceBytes);
-    static constexpr int kSharedBytes = kTileBytes + 16 * kStages + 1024;  // barriers; alignment of the first tile
+    // Each block of a cut adds up its share of the columns, of which all send it their pieces.
+    static constexpr int kColumns = kTileN / kCut;
+    static constexpr int kInboxPieceBytes = kTileM * kColumns * 4;
+    static constexpr int kInboxBytes = kWhole ? 0 : kSplits * kInboxPieceBytes;
+    static constexpr int kBlocks = kCut == kSplits && kStageBytes <= 16384 ? 2 : 1;
+    static constexpr int kStages = std::min(8, ((kBlocks == 2 ? 112640 : 230400) - kInboxBytes) / kStageBytes);
+    static constexpr int kInboxAt = kStages * kStageBytes;
+    static constexpr int kTileBytes = kInboxAt + kInboxBytes;
+    static constexpr int kSharedBytes = kTileBytes + 16 * kStages + 8 + 1024;  // barriers; alignment of the first tile
     static_assert(kSharedBytes <= 232448);
 };
 
@@ -112,13 +113,9 @@ struct Consumer {
         const uint64_t x_at = wgmma_tile(x_tile + warpgroup * 64 * kBlockK * 2);
         const uint64_t w_at = wgmma_tile(x_tile + Config::kTileM * kBlockK * 2);
         wgmma_fence();
-        if constexpr (kFirst) {
-            Wgmma<Config::kTileN>::start(sum, x_at, w_at);
-        } else {
-            Wgmma<Config::kTileN>::add(sum, x_at, w_at);
-        }
+        Wgmma<Config::kTileN>::template run<!kFirst>(sum, x_at, w_at);
 #pragma unroll
-        for (int i = 1; i < kBlockK / 16; ++i) Wgmma<Config::kTileN>::add(sum, x_at + 2 * i, w_at + 2 * i);
+        for (int i = 1; i < kBlockK / 16; ++i) Wgmma<Config::kTileN>::template run<true>(sum, x_at + 2 * i, w_at + 2 * i);
         wgmma_commit();
         wgmma_wait<1>();
         if (++stage == Config::kStages) stage = 0, parity ^= 1;
@@ -150,7 +147,7 @@ __device__ __forceinline__ void add_piece(float (&total)[kCount], float (&piece)
 #endif
 
 template <class Config, bool kBf16>
-__global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 : 1)
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     fixed_order_mm_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
                           const __grid_constant__ FixedOrderMmArgs a) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
@@ -171,15 +168,25 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 
         }
         barrier_init_fence();
     }
-    if constexpr (kShare > 1) {
+    const int steps = a.k / kSplits / kBlockK;  // of one piece
+    const int first_piece = Config::kWhole ? 0 : rank * Config::kPieces;
+    const int first_tile = blockIdx.x / Config::kCut;
+    const uint32_t inbox = tiles + Config::kInboxAt, arrived = empty + 8 * kStages;
+    const int64_t row0 = int64_t{tile_at<kShare>(a, first_tile).row} * kTileM;
+    const int rows = static_cast<int>(min(int64_t{kTileM}, a.m - row0));
+    if (!Config::kWhole && threadIdx.x == 0) {
+        barrier_init(arrived, 1);
+        barrier_init_fence();
+        barrier_arrive_expect(arrived, kSplits * rows * Config::kColumns * 4);
+    }
+    if constexpr (Config::kCluster > 1) {
         cluster_sync();
     } else {
         __syncthreads();
     }
+    dependent_wait();
+    dependent_start();
 
-    const int steps = a.k / kSplits / kBlockK;  // of one piece
-    const int first_piece = Config::kWhole ? 0 : rank * Config::kPieces;
-    const int first_tile = blockIdx.x / Config::kCut;
     const int tile_stride = gridDim.x / Config::kCut;
 
     if (warpgroup == Config::kWarpgroups) {
@@ -261,20 +268,20 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 
                     consumer.template step<false>(piece), consumer.release_before();
                 consumer.finish();
                 wgmma_pin(piece);
-                if constexpr (Config::kPieces == 1) {
-                    // This warpgroup's products have read all copies; the other one may still read.
-                    asm volatile("bar.sync 1, %0;" ::"n"(128 * Config::kWarpgroups) : "memory");
-                }
-                const uint32_t mine = tiles + Config::kPiecesAt + p * Config::kPieceBytes;
 #pragma unroll
                 for (int i = 0; i < kTileN / 8; ++i) {
+                    const int column = fragment_column + 8 * i;
+                    const uint32_t owner = column / Config::kColumns;
+                    const uint32_t at = cluster_address(inbox, owner) +
+                                        (rank * Config::kPieces + p) * Config::kInboxPieceBytes +
+                                        4 * (fragment_row * Config::kColumns + column % Config::kColumns);
+                    const uint32_t signal = cluster_address(arrived, owner);
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        const uint32_t at =
-                            mine + 4 * ((fragment_row + 8 * h) * Config::kPiecePitch + fragment_column + 8 * i);
-                        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(piece[4 * i + 2 * h]),
-                                     "f"(piece[4 * i + 2 * h + 1])
-                                     : "memory");
+                        if (fragment_row + 8 * h < rows) {
+                            cluster_send(at + 4 * 8 * h * Config::kColumns, piece[4 * i + 2 * h],
+                                         piece[4 * i + 2 * h + 1], signal);
+                        }
                     }
                 }
             }
@@ -286,33 +293,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCut == kSplits ? 2 
         cluster_sync();  // a block's barriers live while others arrive there
     }
     if constexpr (!Config::kWhole) {
-        // Each block adds up its share of the columns.
-        __syncwarp();
-        cluster_sync();
-        constexpr int kColumns = kTileN / Config::kCut, kQuads = kColumns / 4;
-        const TileAt at = tile_at<kShare>(a, first_tile);
-        const int64_t row0 = int64_t{at.row} * kTileM;
-        const int column0 = at.column * kTileN;
-        const int rows = static_cast<int>(min(int64_t{kTileM}, a.m - row0));
-        for (int item = threadIdx.x; item < rows * kQuads; item += Config::kThreads) {
-            const int row = item / kQuads;
-            const int column = rank * kColumns + item % kQuads * 4;
-            const uint32_t from = tiles + Config::kPiecesAt + 4 * (row * Config::kPiecePitch + column);
-            float4 part[kSplits];
+        barrier_wait_cluster(arrived, 0);
+        constexpr int kColumns = Config::kColumns, kPairs = kColumns / 2;
+        const int column0 = tile_at<kShare>(a, first_tile).column * kTileN + rank * kColumns;
+        for (int item = threadIdx.x; item < rows * kPairs; item += Config::kThreads) {
+            float2 part[kSplits];
 #pragma unroll
-            for (int i = 0; i < kSplits; ++i) {
-                part[i] = cluster_load(from + i % Config::kPieces * Config::kPieceBytes, i / Config::kPieces);
-            }
-            float4 sum = {};
+            for (int i = 0; i < kSplits; ++i) part[i] = shared_pair(inbox + i * Config::kInboxPieceBytes + 8 * item);
+            float2 sum = {};
 #pragma unroll
-            for (int i = 0; i < kSplits; ++i) {
-                sum.x = add_rn(sum.x, part[i].x), sum.y = add_rn(sum.y, part[i].y);
-                sum.z = add_rn(sum.z, part[i].z), sum.w = add_rn(sum.w, part[i].w);
-            }
-            store_pair<kBf16>(a, row0 + row, column0 + column, sum.x, sum.y);
-            store_pair<kBf16>(a, row0 + row, column0 + column + 2, sum.z, sum.w);
+            for (int i = 0; i < kSplits; ++i) sum.x = add_rn(sum.x, part[i].x), sum.y = add_rn(sum.y, part[i].y);
+            store_pair<kBf16>(a, row0 + item / kPairs, column0 + item % kPairs * 2, sum.x, sum.y);
         }
-        cluster_sync();  // a block's shared memory lives while others read it
     }
 #endif
 }
@@ -348,20 +340,11 @@ cudaError_t launch_fixed_order_mm(const FixedOrderMmProblem& problem, int proces
     if (error != cudaSuccess) return error;
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute attribute[1];
-    attribute[0].id = cudaLaunchAttributeClusterDimension;
-    attribute[0].val.clusterDim = {Config::kCluster, 1, 1};
     // A whole block takes tile after tile, so that copies of the next one run under the stores of this one.
     const int blocks =
         Config::kWhole ? std::min(args.tiles, processors / Config::kShare * Config::kShare) : args.tiles * Config::kCut;
-    cudaLaunchConfig_t launch = {};
-    launch.gridDim = dim3(static_cast<unsigned>(blocks));
-    launch.blockDim = dim3(Config::kThreads);
-    launch.dynamicSmemBytes = Config::kSharedBytes;
-    launch.stream = stream;
-    launch.attrs = attribute;
-    launch.numAttrs = 1;
-    return cudaLaunchKernelEx(&launch, kernel, x_map, w_map, args);
+    return launch_dependent(kernel, dim3(static_cast<unsigned>(blocks)), Config::kThreads, Config::kSharedBytes,
+                            Config::kCluster, stream, x_map, w_map, args);
 }
 
 // Which tiles a call gets: any choice gives the same bits, so this may weigh rows against idle multiprocessors. The

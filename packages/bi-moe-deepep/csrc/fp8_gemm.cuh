@@ -137,9 +137,9 @@ struct Fp8GemmConsumer {
         const uint64_t w_at = wgmma_tile(at + warpgroup * 64 * kGemmBlockK);
         const uint64_t x_at = wgmma_tile(at + Config::kTileN * kGemmBlockK);
         wgmma_fence();
-        WgmmaFp8<kN>::start(sum, w_at, x_at);
+        WgmmaFp8<kN>::template run<false>(sum, w_at, x_at);
 #pragma unroll
-        for (int i = 1; i < kGemmBlockK / 32; ++i) WgmmaFp8<kN>::add(sum, w_at + 2 * i, x_at + 2 * i);
+        for (int i = 1; i < kGemmBlockK / 32; ++i) WgmmaFp8<kN>::template run<true>(sum, w_at + 2 * i, x_at + 2 * i);
         wgmma_commit();
         if (++stage == stages) stage = 0, parity ^= 1;
     }

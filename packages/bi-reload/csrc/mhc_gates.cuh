@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "bi/numerics.cuh"
-#include "dependent_launch.cuh"
+#include "bi/dependent_launch.cuh"
 #include "mhc_projection.cuh"
 
 namespace bi {

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "bi/numerics.cuh"
-#include "dependent_launch.cuh"
+#include "bi/dependent_launch.cuh"
 
 namespace bi {
 

@@ -17,7 +17,7 @@
 
 #include "bi/numerics.cuh"
 #include "bi/sm90.cuh"
-#include "dependent_launch.cuh"
+#include "bi/dependent_launch.cuh"
 
 namespace bi {
 

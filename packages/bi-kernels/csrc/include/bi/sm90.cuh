@@ -48,6 +48,19 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
         : "memory");
 }
 
+// The same where blocks of the cluster write what the barrier counts.
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+        "@!p bra again;\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
 // A box of a two-dimensional tensor to shared memory; elements outside the tensor arrive as zero.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int column,
                                          int row) {
@@ -96,239 +109,70 @@ __device__ __forceinline__ uint64_t wgmma_tile(uint32_t address) {
     return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) | ((address & 0x3ffff) >> 4);
 }
 
-// start: d[64 x kN] = a[64 x 16] b[kN x 16]^T by one warpgroup; add: d += the same. Thread t of the warpgroup holds, at
-// d[4 i + 2 h + j], row 16 (t / 32) + (t % 32) / 4 + 8 h and column 8 i + 2 (t % 4) + j.
+// d[64 x kN] = a[64 x 16] b[kN x 16]^T of bfloat16 by one warpgroup, or with kAdd d += the same. Thread t of the warpgroup
+// holds, at d[4 i + 2 h + j], row 16 (t / 32) + (t % 32) / 4 + 8 h and column 8 i + 2 (t % 4) + j. WgmmaFp8 is the same
+// of e4m3: a[64 x 32], b[kN x 32]; there adding 2 to a tile's descriptor moves it by thirty-two elements along K.
 template <int kN>
 struct Wgmma;
-
-template <>
-struct Wgmma<64> {
-    __device__ static void start(float (&d)[32], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, 0, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, "
-            "%24, %25, %26, %27, %28, %29, %30, %31}, "
-            "%32, %33, p, 1, 1, 0, 0;\n"
-            "}\n"
-            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
-              "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
-              "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
-              "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
-            : "l"(a), "l"(b));
-    }
-    __device__ static void add(float (&d)[32], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.eq.b32 p, 0, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, "
-            "%24, %25, %26, %27, %28, %29, %30, %31}, "
-            "%32, %33, p, 1, 1, 0, 0;\n"
-            "}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-            : "l"(a), "l"(b));
-    }
-};
-
-template <>
-struct Wgmma<128> {
-    __device__ static void start(float (&d)[64], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, 0, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, "
-            "%24, %25, %26, %27, %28, %29, %30, %31, "
-            "%32, %33, %34, %35, %36, %37, %38, %39, "
-            "%40, %41, %42, %43, %44, %45, %46, %47, "
-            "%48, %49, %50, %51, %52, %53, %54, %55, "
-            "%56, %57, %58, %59, %60, %61, %62, %63}, "
-            "%64, %65, p, 1, 1, 0, 0;\n"
-            "}\n"
-            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
-              "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
-              "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
-              "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31]),
-              "=f"(d[32]), "=f"(d[33]), "=f"(d[34]), "=f"(d[35]), "=f"(d[36]), "=f"(d[37]), "=f"(d[38]), "=f"(d[39]),
-              "=f"(d[40]), "=f"(d[41]), "=f"(d[42]), "=f"(d[43]), "=f"(d[44]), "=f"(d[45]), "=f"(d[46]), "=f"(d[47]),
-              "=f"(d[48]), "=f"(d[49]), "=f"(d[50]), "=f"(d[51]), "=f"(d[52]), "=f"(d[53]), "=f"(d[54]), "=f"(d[55]),
-              "=f"(d[56]), "=f"(d[57]), "=f"(d[58]), "=f"(d[59]), "=f"(d[60]), "=f"(d[61]), "=f"(d[62]), "=f"(d[63])
-            : "l"(a), "l"(b));
-    }
-    __device__ static void add(float (&d)[64], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.eq.b32 p, 0, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, "
-            "%24, %25, %26, %27, %28, %29, %30, %31, "
-            "%32, %33, %34, %35, %36, %37, %38, %39, "
-            "%40, %41, %42, %43, %44, %45, %46, %47, "
-            "%48, %49, %50, %51, %52, %53, %54, %55, "
-            "%56, %57, %58, %59, %60, %61, %62, %63}, "
-            "%64, %65, p, 1, 1, 0, 0;\n"
-            "}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-              "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-              "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-              "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-              "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-            : "l"(a), "l"(b));
-    }
-};
-
-// The same of e4m3 operands: start: d[64 x kN] = a[64 x 32] b[kN x 32]^T, both K-major; add: d += the same. The
-// fragment is Wgmma's; adding 2 to a tile's descriptor moves it by thirty-two elements along K.
 template <int kN>
 struct WgmmaFp8;
 
-template <>
-struct WgmmaFp8<8> {
-    __device__ static void start(float (&d)[4], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, 0, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 "
-            "{%0, %1, %2, %3}, "
-            "%4, %5, p, 1, 1;\n"
-            "}\n"
-            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-            : "l"(a), "l"(b));
-    }
-    __device__ static void add(float (&d)[4], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.eq.b32 p, 0, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 "
-            "{%0, %1, %2, %3}, "
-            "%4, %5, p, 1, 1;\n"
-            "}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "l"(a), "l"(b));
-    }
-};
+#define BI_WGMMA_RUN(kN, shape, transposed, a_at, b_at, add, result)             \
+    asm volatile(                                                                \
+        "{\n"                                                                    \
+        ".reg .pred p;\n"                                                        \
+        "setp.eq.b32 p, " add ", 1;\n"                                           \
+        "wgmma.mma_async.sync.aligned." shape " {" BI_NAMES_##kN "}, " a_at ", " \
+        b_at ", p, 1, 1" transposed ";\n"                                        \
+        "}\n"                                                                    \
+        : BI_SUMS_##kN(result, 0)                                                \
+        : "l"(a), "l"(b))
+// The first step names its sums as results alone, or registers would be kept for what they held.
+#define BI_WGMMA(Name, kN, ...)                                                  \
+    template <>                                                                  \
+    struct Name<kN> {                                                            \
+        template <bool kAdd>                                                     \
+        __device__ static void run(float (&d)[kN / 2], uint64_t a, uint64_t b) { \
+            if constexpr (kAdd) {                                                \
+                BI_WGMMA_RUN(kN, __VA_ARGS__, "1", "+f");                        \
+            } else {                                                             \
+                BI_WGMMA_RUN(kN, __VA_ARGS__, "0", "=f");                        \
+            }                                                                    \
+        }                                                                        \
+    };
+#define BI_NAMES_8 "%0, %1, %2, %3"
+#define BI_NAMES_16 BI_NAMES_8 ", %4, %5, %6, %7"
+#define BI_NAMES_32 BI_NAMES_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define BI_NAMES_64 BI_NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define BI_NAMES_128 BI_NAMES_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define BI_SUMS_8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
+#define BI_SUMS_16(c, i) BI_SUMS_8(c, i), BI_SUMS_8(c, i + 4)
+#define BI_SUMS_32(c, i) BI_SUMS_16(c, i), BI_SUMS_16(c, i + 8)
+#define BI_SUMS_64(c, i) BI_SUMS_32(c, i), BI_SUMS_32(c, i + 16)
+#define BI_SUMS_128(c, i) BI_SUMS_64(c, i), BI_SUMS_64(c, i + 32)
 
-template <>
-struct WgmmaFp8<16> {
-    __device__ static void start(float (&d)[8], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, 0, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-            "%8, %9, p, 1, 1;\n"
-            "}\n"
-            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7])
-            : "l"(a), "l"(b));
-    }
-    __device__ static void add(float (&d)[8], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.eq.b32 p, 0, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-            "%8, %9, p, 1, 1;\n"
-            "}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-            : "l"(a), "l"(b));
-    }
-};
+BI_WGMMA(Wgmma, 8, "m64n8k16.f32.bf16.bf16", ", 0, 0", "%4", "%5")
+BI_WGMMA(Wgmma, 16, "m64n16k16.f32.bf16.bf16", ", 0, 0", "%8", "%9")
+BI_WGMMA(Wgmma, 32, "m64n32k16.f32.bf16.bf16", ", 0, 0", "%16", "%17")
+BI_WGMMA(Wgmma, 64, "m64n64k16.f32.bf16.bf16", ", 0, 0", "%32", "%33")
+BI_WGMMA(Wgmma, 128, "m64n128k16.f32.bf16.bf16", ", 0, 0", "%64", "%65")
+BI_WGMMA(WgmmaFp8, 8, "m64n8k32.f32.e4m3.e4m3", "", "%4", "%5")
+BI_WGMMA(WgmmaFp8, 16, "m64n16k32.f32.e4m3.e4m3", "", "%8", "%9")
+BI_WGMMA(WgmmaFp8, 32, "m64n32k32.f32.e4m3.e4m3", "", "%16", "%17")
+BI_WGMMA(WgmmaFp8, 64, "m64n64k32.f32.e4m3.e4m3", "", "%32", "%33")
 
-template <>
-struct WgmmaFp8<32> {
-    __device__ static void start(float (&d)[16], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, 0, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15}, "
-            "%16, %17, p, 1, 1;\n"
-            "}\n"
-            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
-              "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15])
-            : "l"(a), "l"(b));
-    }
-    __device__ static void add(float (&d)[16], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.eq.b32 p, 0, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15}, "
-            "%16, %17, p, 1, 1;\n"
-            "}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-            : "l"(a), "l"(b));
-    }
-};
-
-template <>
-struct WgmmaFp8<64> {
-    __device__ static void start(float (&d)[32], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, 0, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, "
-            "%24, %25, %26, %27, %28, %29, %30, %31}, "
-            "%32, %33, p, 1, 1;\n"
-            "}\n"
-            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
-              "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
-              "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
-              "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
-            : "l"(a), "l"(b));
-    }
-    __device__ static void add(float (&d)[32], uint64_t a, uint64_t b) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.eq.b32 p, 0, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-            "{%0, %1, %2, %3, %4, %5, %6, %7, "
-            "%8, %9, %10, %11, %12, %13, %14, %15, "
-            "%16, %17, %18, %19, %20, %21, %22, %23, "
-            "%24, %25, %26, %27, %28, %29, %30, %31}, "
-            "%32, %33, p, 1, 1;\n"
-            "}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-            : "l"(a), "l"(b));
-    }
-};
+#undef BI_WGMMA
+#undef BI_WGMMA_RUN
+#undef BI_NAMES_8
+#undef BI_SUMS_8
+#undef BI_NAMES_16
+#undef BI_SUMS_16
+#undef BI_NAMES_32
+#undef BI_SUMS_32
+#undef BI_NAMES_64
+#undef BI_SUMS_64
+#undef BI_NAMES_128
+#undef BI_SUMS_128
 
 // The transpose of an 8 x 8 matrix of halves that a warp holds by rows, lane l: row l / 4, columns 2 (l % 4) and one
 // more.
@@ -356,18 +200,21 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Four floats of another block of the cluster, at this block's own shared address.
-__device__ __forceinline__ float4 cluster_load(uint32_t address, uint32_t rank) {
-    float4 v;
-    asm volatile(
-        "{\n"
-        ".reg .u32 there;\n"
-        "mapa.shared::cluster.u32 there, %4, %5;\n"
-        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n"
-        "}\n"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-        : "r"(address), "r"(rank)
-        : "memory");
+// Where another block of the cluster has what this block has at `address`.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+// Two floats to a block of the cluster, whose barrier counts their bytes. It must not end before they have arrived.
+__device__ __forceinline__ void cluster_send(uint32_t target, float v0, float v1, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(target),
+                 "f"(v0), "f"(v1), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ float2 shared_pair(uint32_t address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
     return v;
 }
 
