@@ -36,31 +36,39 @@ struct FixedOrderMmArgs {
     int band;  // rows of tiles that walk the columns together
 };
 
-// The pieces of a tile go to kCut blocks of a cluster; or, where one block has them all, the kShare blocks of a cluster
-// take neighbouring column tiles and share the copies of x.
-template <int kWarpgroups_, int kTileN_, int kCut_, int kShare_ = 1>
+// kCut blocks of a cluster take equally many pieces of a tile each. With two of them the first adds up its pieces and
+// sends the sum, to which the second adds its own; with more, each adds up some of the columns, for which all send it
+// their pieces. kShare neighbouring column tiles, of a cluster too, share the copies of x.
+template <int kWarpgroups_, int kTileN_, int kCut_, int kShare_ = 1, int kExchange_ = 0, int kBlocks_ = 0>
 struct FixedOrderMmConfig {
     static constexpr int kWarpgroups = kWarpgroups_;  // 64 rows each
     static constexpr int kTileM = 64 * kWarpgroups_;
     static constexpr int kTileN = kTileN_;
     static constexpr int kCut = kCut_, kShare = kShare_;
-    static constexpr bool kWhole = kCut == 1;
+    static constexpr bool kWhole = kCut == 1, kPair = kCut == 2;
     static constexpr int kPieces = kSplits / kCut;
     static constexpr int kCluster = kCut * kShare;
-    static_assert(kCut == 1 || kShare == 1);
+    static constexpr int kExchange = kExchange_;
+    static constexpr int kConsumers = 128 * kWarpgroups;
     // And those that feed them: a warpgroup where it gives up registers, else a warp.
-    static constexpr int kThreads = 128 * kWarpgroups_ + (kWhole ? 128 : 32);
+    static constexpr int kThreads = kConsumers + (kWhole ? 128 : 32);
     static constexpr int kStageBytes = (kTileM + kTileN) * kBlockK * 2;
-    // Each block of a cut adds up its share of the columns, of which all send it their pieces.
-    static constexpr int kColumns = kTileN / kCut;
-    static constexpr int kInboxPieceBytes = kTileM * kColumns * 4;
-    static constexpr int kInboxBytes = kWhole ? 0 : kSplits * kInboxPieceBytes;
-    static constexpr int kBlocks = kCut == kSplits && kStageBytes <= 16384 ? 2 : 1;
-    static constexpr int kStages = std::min(8, ((kBlocks == 2 ? 112640 : 230400) - kInboxBytes) / kStageBytes);
+    // What is sent is float4 [column / 8][thread]: each thread's registers, in its order.
+    static constexpr int kFragmentBytes = 16 * kConsumers;
+    static constexpr int kOwners = kPair ? 1 : std::min(kCut, kTileN / 8);
+    static constexpr int kSlice = kTileN / 8 / kOwners;  // fragments of one owner
+    static constexpr int kSliceBytes = kSlice * kFragmentBytes;
+    static constexpr int kArriving = kPair ? 1 : kExchange == 2 ? kSplits - kPieces : kSplits;
+    static constexpr int kInboxBytes = kWhole ? 0 : kArriving * kSliceBytes;
+    static constexpr int kBlocks = kBlocks_ ? kBlocks_ : kCut == kSplits && kWarpgroups == 1 ? 2 : 1;
+    // A multiprocessor has 228 KiB, of which each block takes one besides its own, and a block at most 227.
+    static constexpr int kBudget = kBlocks == 2 ? 115712 : 232448;
+    static constexpr int kStages = std::min(8, (kBudget - 16 * 8 - 8 - kInboxBytes) / kStageBytes);
     static constexpr int kInboxAt = kStages * kStageBytes;
     static constexpr int kTileBytes = kInboxAt + kInboxBytes;
-    static constexpr int kSharedBytes = kTileBytes + 16 * kStages + 8 + 1024;  // barriers; alignment of the first tile
-    static_assert(kSharedBytes <= 232448);
+    static constexpr int kSharedBytes = kTileBytes + 16 * kStages + 8;  // barriers
+    static_assert(kStages >= 2);
+    static_assert(kExchange != 2 || kPair || kPieces * kOwners * kSliceBytes <= kInboxAt);
 };
 
 struct TileAt {
@@ -95,46 +103,29 @@ __device__ __forceinline__ void store_pair(const FixedOrderMmArgs& a, int64_t ro
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-// What a consuming warpgroup knows of the ring of stages.
+// The ring of stages as the thread sees it that fills it.
 template <class Config>
-struct Consumer {
+struct Producer {
     uint32_t tiles, full, empty;
-    int warpgroup, thread;
+    int rank, bytes;
     int stage = 0;
-    uint32_t parity = 0;
+    uint32_t parity = 1;  // the first round finds every stage empty
 
-    // One step of a chain: sixty-four products, the first or more of them. On return the step before it is complete.
-    // (`sum` must not be touched in between, or ptxas makes every product wait for the one before.)
-    template <bool kFirst>
-    __device__ __forceinline__ void step(float (&sum)[Config::kTileN / 2]) {
+    __device__ __forceinline__ void copy(const CUtensorMap& x_map, const CUtensorMap& w_map, int k, int row,
+                                         int column) {
         using namespace sm90;
-        barrier_wait(full + 8 * stage, parity);
+        constexpr int kShare = Config::kShare;
         const uint32_t x_tile = tiles + stage * Config::kStageBytes;
-        const uint64_t x_at = wgmma_tile(x_tile + warpgroup * 64 * kBlockK * 2);
-        const uint64_t w_at = wgmma_tile(x_tile + Config::kTileM * kBlockK * 2);
-        wgmma_fence();
-        Wgmma<Config::kTileN>::template run<!kFirst>(sum, x_at, w_at);
-#pragma unroll
-        for (int i = 1; i < kBlockK / 16; ++i) Wgmma<Config::kTileN>::template run<true>(sum, x_at + 2 * i, w_at + 2 * i);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (++stage == Config::kStages) stage = 0, parity ^= 1;
-    }
-
-    // Hands back the stage of the last step but `back`.
-    __device__ __forceinline__ void release(int back) {
-        const int which = stage >= back ? stage - back : stage - back + Config::kStages;
-        if constexpr (Config::kShare > 1) {
-            if (thread < Config::kShare) sm90::barrier_arrive_at(empty + 8 * which, thread);
+        barrier_wait(empty + 8 * stage, parity);
+        barrier_arrive_expect(full + 8 * stage, bytes);
+        copy_box(x_tile + Config::kTileM * kBlockK * 2, w_map, full + 8 * stage, k, column);
+        if constexpr (kShare > 1) {
+            copy_box_to_all(x_tile + rank % kShare * (Config::kTileM / kShare) * kBlockK * 2, x_map, full + 8 * stage,
+                            k, row, ((1 << kShare) - 1) << rank / kShare * kShare);
         } else {
-            if (thread == 0) sm90::barrier_arrive(empty + 8 * which);
+            copy_box(x_tile, x_map, full + 8 * stage, k, row);
         }
-    }
-    __device__ __forceinline__ void release_before() { release(2); }
-    // All steps are complete.
-    __device__ __forceinline__ void finish() {
-        sm90::wgmma_wait<0>();
-        release(1);
+        if (++stage == Config::kStages) stage = 0, parity ^= 1;
     }
 };
 
@@ -144,6 +135,89 @@ __device__ __forceinline__ void add_piece(float (&total)[kCount], float (&piece)
 #pragma unroll
     for (int i = 0; i < kCount; ++i) total[i] = add_rn(total[i], piece[i]);
 }
+
+// What a consuming warpgroup knows of the ring.
+template <class Config>
+struct Consumer {
+    static constexpr int kRegisters = Config::kTileN / 2;
+    uint32_t tiles, full, empty;
+    int rank, warpgroup, thread;
+    int steps;     // of one piece
+    int releases;  // that the producer waits for
+    int stage = 0;
+    uint32_t parity = 0;
+
+    // One step of a chain: sixty-four products, the first or more of them. On return the step before it is complete.
+    // (`sum` must not be touched in between, or ptxas makes every product wait for the one before.)
+    template <bool kFirst>
+    __device__ __forceinline__ void step(float (&sum)[kRegisters]) {
+        using namespace sm90;
+        barrier_wait(full + 8 * stage, parity);
+        const uint32_t x_tile = tiles + stage * Config::kStageBytes;
+        const uint64_t x_at = wgmma_tile(x_tile + warpgroup * 64 * kBlockK * 2);
+        const uint64_t w_at = wgmma_tile(x_tile + Config::kTileM * kBlockK * 2);
+        wgmma_fence();
+        Wgmma<Config::kTileN>::template run<!kFirst>(sum, x_at, w_at);
+#pragma unroll
+        for (int i = 1; i < kBlockK / 16; ++i)
+            Wgmma<Config::kTileN>::template run<true>(sum, x_at + 2 * i, w_at + 2 * i);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (++stage == Config::kStages) stage = 0, parity ^= 1;
+    }
+
+    // Hands back the stage of the last step but `back`, unless nothing more is copied there: its blocks may have ended.
+    __device__ __forceinline__ void release(int back) {
+        if (--releases < 0) return;
+        const int which = stage >= back ? stage - back : stage - back + Config::kStages;
+        if constexpr (Config::kShare > 1) {
+            constexpr int kShare = Config::kShare;
+            if (thread < kShare) sm90::barrier_arrive_at(empty + 8 * which, rank / kShare * kShare + thread);
+        } else {
+            if (thread == 0) sm90::barrier_arrive(empty + 8 * which);
+        }
+    }
+    // The steps of a piece but the first.
+    __device__ __forceinline__ void rest(float (&sum)[kRegisters]) {
+        for (int i = 1; i < steps; ++i) step<false>(sum), release(2);
+    }
+    // All steps are complete.
+    __device__ __forceinline__ void finish() {
+        sm90::wgmma_wait<0>();
+        release(1);
+    }
+
+    // The sum of kCount pieces. A piece is added while the first products of the next one run.
+    template <int kCount>
+    __device__ __forceinline__ void add_up(float (&total)[kRegisters]) {
+        float even[kRegisters], odd[kRegisters];
+#pragma unroll
+        for (int i = 0; i < kRegisters; ++i) total[i] = 0.0f;
+        step<true>(even), rest(even);
+#pragma unroll
+        for (int p = 1; p < kCount - 1; p += 2) {
+            step<true>(odd), add_piece(total, even), release(2), rest(odd);
+            step<true>(even), add_piece(total, odd), release(2), rest(even);
+        }
+        step<true>(odd), add_piece(total, even), release(2), rest(odd);
+        finish();
+        add_piece(total, odd);
+    }
+
+    // kCount pieces, one by one.
+    template <int kCount>
+    __device__ __forceinline__ void keep(float (&piece)[kCount][kRegisters]) {
+#pragma unroll
+        for (int p = 0; p < kCount; ++p) {
+            step<true>(piece[p]);
+            if (p > 0) release(2);
+            rest(piece[p]);
+        }
+        finish();
+#pragma unroll
+        for (int p = 0; p < kCount; ++p) sm90::wgmma_pin(piece[p]);
+    }
+};
 #endif
 
 template <class Config, bool kBf16>
@@ -153,31 +227,36 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
     using namespace sm90;
     constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kStages = Config::kStages;
-    constexpr int kShare = Config::kShare;
+    constexpr int kShare = Config::kShare, kPieces = Config::kPieces;
     constexpr int kRegisters = kTileN / 2;
-    extern __shared__ uint8_t shared[];
-    const uint32_t tiles = (shared_address(shared) + 1023) & ~1023u;
+    constexpr int kFragmentBytes = Config::kFragmentBytes, kSliceBytes = Config::kSliceBytes;
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const uint32_t tiles = shared_address(shared);
     const uint32_t full = tiles + Config::kTileBytes, empty = full + 8 * kStages;
-    const int warpgroup = threadIdx.x / 128;
+    const uint32_t inbox = tiles + Config::kInboxAt, arrived = empty + 8 * kStages;
     const int rank = Config::kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
+    const int part = rank / kShare;             // which pieces
+    const int steps = a.k / kSplits / kBlockK;  // of one piece
+    const int first_tile = blockIdx.x / Config::kCluster * kShare + rank % kShare;
+    const int tile_stride = gridDim.x / Config::kCut;
+    const TileAt first = tile_at<kShare>(a, first_tile);
+    const int rows = static_cast<int>(min(int64_t{kTileM}, a.m - int64_t{first.row} * kTileM));
+    const int sending = (rows + 15) / 16;  // warps of a block
 
     if (threadIdx.x == 0) {
         prefetch_map(x_map), prefetch_map(w_map);
         for (int i = 0; i < kStages; ++i) {
             barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, Config::kWarpgroups * kShare);
         }
+        if constexpr (!Config::kWhole) {
+            barrier_init(arrived, Config::kExchange == 1 ? sending * (Config::kPair ? 1 : Config::kCut) : 1);
+        }
         barrier_init_fence();
-    }
-    const int steps = a.k / kSplits / kBlockK;  // of one piece
-    const int first_piece = Config::kWhole ? 0 : rank * Config::kPieces;
-    const int first_tile = blockIdx.x / Config::kCut;
-    const uint32_t inbox = tiles + Config::kInboxAt, arrived = empty + 8 * kStages;
-    const int64_t row0 = int64_t{tile_at<kShare>(a, first_tile).row} * kTileM;
-    const int rows = static_cast<int>(min(int64_t{kTileM}, a.m - row0));
-    if (!Config::kWhole && threadIdx.x == 0) {
-        barrier_init(arrived, 1);
-        barrier_init_fence();
-        barrier_arrive_expect(arrived, kSplits * rows * Config::kColumns * 4);
+        if constexpr (!Config::kWhole && Config::kExchange != 1) {
+            const int part_bytes =
+                Config::kPair || Config::kExchange == 2 ? kSliceBytes : Config::kSlice * sending * 512;
+            barrier_arrive_expect(arrived, Config::kArriving * part_bytes);
+        }
     }
     if constexpr (Config::kCluster > 1) {
         cluster_sync();
@@ -187,124 +266,267 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     dependent_wait();
     dependent_start();
 
-    const int tile_stride = gridDim.x / Config::kCut;
-
-    if (warpgroup == Config::kWarpgroups) {
+    if (threadIdx.x >= Config::kConsumers) {
         if constexpr (Config::kWhole) give_registers<40>();
-        if (threadIdx.x == 128 * Config::kWarpgroups) {
-            const int bytes = (a.x_rows * kShare + kTileN) * kBlockK * 2;
-            int stage = 0;
-            uint32_t parity = 1;  // the first round finds every stage empty
-            for (int tile = first_tile; tile < a.tiles; tile += tile_stride) {
-                const TileAt at = tile_at<kShare>(a, tile);
+        if (threadIdx.x < Config::kConsumers + 32 && elected()) {
+            Producer<Config> producer{tiles, full, empty, rank, (a.x_rows * kShare + kTileN) * kBlockK * 2};
+            const auto produce = [&](const TileAt& at) {
                 const int row = at.row * kTileM + rank % kShare * a.x_rows;
-                const int column = at.column * kTileN;
-                for (int step = 0; step < Config::kPieces * steps; ++step) {
-                    const int k = (first_piece * steps + step) * kBlockK;
-                    const uint32_t x_tile = tiles + stage * Config::kStageBytes;
-                    barrier_wait(empty + 8 * stage, parity);
-                    barrier_arrive_expect(full + 8 * stage, bytes);
-                    copy_box(x_tile + kTileM * kBlockK * 2, w_map, full + 8 * stage, k, column);
-                    if constexpr (kShare > 1) {
-                        copy_box_to_all(x_tile + rank * (kTileM / kShare) * kBlockK * 2, x_map, full + 8 * stage, k,
-                                        row, (1 << kShare) - 1);
-                    } else {
-                        copy_box(x_tile, x_map, full + 8 * stage, k, row);
-                    }
-                    if (++stage == kStages) stage = 0, parity ^= 1;
+                for (int step = 0; step < kPieces * steps; ++step) {
+                    producer.copy(x_map, w_map, (part * kPieces * steps + step) * kBlockK, row, at.column * kTileN);
+                }
+            };
+            produce(first);
+            if constexpr (Config::kWhole) {
+                for (int tile = first_tile + tile_stride; tile < a.tiles; tile += tile_stride) {
+                    produce(tile_at<kShare>(a, tile));
                 }
             }
         }
     } else {
         if constexpr (Config::kWhole) take_registers<232>();
-        const int thread = threadIdx.x % 128;
+        const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
         const int fragment_row = warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
         const int fragment_column = thread % 4 * 2;
-        Consumer<Config> consumer{tiles, full, empty, warpgroup, thread};
+        const int all_steps =
+            (Config::kWhole ? (a.tiles - first_tile + tile_stride - 1) / tile_stride : 1) * kPieces * steps;
+        Consumer<Config> consumer{tiles, full, empty, rank, warpgroup, thread, steps, all_steps - kStages};
+        const auto store = [&](const TileAt& at, int i, float v0, float v1, float v2, float v3) {
+            const int64_t row = int64_t{at.row} * kTileM + fragment_row;
+            const int column = at.column * kTileN + fragment_column + 8 * i;
+            if (row < a.m) store_pair<kBf16>(a, row, column, v0, v1);
+            if (row + 8 < a.m) store_pair<kBf16>(a, row + 8, column, v2, v3);
+        };
+        const auto store_all = [&](const TileAt& at, const float (&total)[kRegisters]) {
+#pragma unroll
+            for (int i = 0; i < kTileN / 8; ++i) {
+                store(at, i, total[4 * i], total[4 * i + 1], total[4 * i + 2], total[4 * i + 3]);
+            }
+        };
+        // Fragment `i` of `v` to its place in a slice of `to`, another block or this one.
+        const auto send = [&](uint32_t to, int i, const float (&v)[kRegisters], uint32_t signal) {
+            const uint32_t at = to + i % Config::kSlice * kFragmentBytes + 16 * threadIdx.x;
+            if constexpr (Config::kExchange == 0) {
+                cluster_send(at, v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3], signal);
+            } else {
+                cluster_store(at, v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+            }
+        };
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if constexpr (Config::kWhole) {
-            for (int tile = first_tile; tile < a.tiles; tile += tile_stride) {
-                float total[kRegisters], even[kRegisters], odd[kRegisters];
+            float total[kRegisters];
+            consumer.template add_up<kPieces>(total);
+            store_all(first, total);
+            for (int tile = first_tile + tile_stride; tile < a.tiles; tile += tile_stride) {
+                consumer.template add_up<kPieces>(total);
+                store_all(tile_at<kShare>(a, tile), total);
+            }
+        } else if constexpr (Config::kPair) {
+            if (part == 0) {
+                float total[kRegisters];
+                consumer.template add_up<kPieces>(total);
+                const uint32_t to = cluster_address(inbox, rank + kShare),
+                               signal = cluster_address(arrived, rank + kShare);
+                if constexpr (Config::kExchange == 2) {
+                    bar_sync(1, Config::kConsumers);
 #pragma unroll
-                for (int i = 0; i < kRegisters; ++i) total[i] = 0.0f;
-                // A piece is added while the first products of the next one run.
-                consumer.template step<true>(even);
-                for (int step = 1; step < steps; ++step) consumer.template step<false>(even), consumer.release_before();
+                    for (int i = 0; i < kTileN / 8; ++i) {
+                        shared_store(tiles + i * kFragmentBytes + 16 * threadIdx.x, total[4 * i], total[4 * i + 1],
+                                     total[4 * i + 2], total[4 * i + 3]);
+                    }
+                    fence_proxy();
+                    bar_sync(1, Config::kConsumers);
+                    if (threadIdx.x == 0) cluster_copy(to, tiles, kSliceBytes, signal);
+                } else {
+                    if (warp < sending) {
 #pragma unroll
-                for (int p = 1; p < kSplits - 1; p += 2) {
-                    consumer.template step<true>(odd);
-                    add_piece(total, even), consumer.release_before();
-                    for (int step = 1; step < steps; ++step)
-                        consumer.template step<false>(odd), consumer.release_before();
-                    consumer.template step<true>(even);
-                    add_piece(total, odd), consumer.release_before();
-                    for (int step = 1; step < steps; ++step)
-                        consumer.template step<false>(even), consumer.release_before();
-                }
-                consumer.template step<true>(odd);
-                add_piece(total, even), consumer.release_before();
-                for (int step = 1; step < steps; ++step) consumer.template step<false>(odd), consumer.release_before();
-                consumer.finish();
-                add_piece(total, odd);
-                const TileAt at = tile_at<kShare>(a, tile);
-                const int64_t row = int64_t{at.row} * kTileM + fragment_row;
-                const int column = at.column * kTileN + fragment_column;
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    if (row + 8 * h < a.m) {
-#pragma unroll
-                        for (int i = 0; i < kTileN / 8; ++i) {
-                            store_pair<kBf16>(a, row + 8 * h, column + 8 * i, total[4 * i + 2 * h],
-                                              total[4 * i + 2 * h + 1]);
-                        }
+                        for (int i = 0; i < kTileN / 8; ++i) send(to, i, total, signal);
+                    }
+                    if constexpr (Config::kExchange == 1) {
+                        __syncwarp();
+                        if (lane == 0 && warp < sending) barrier_arrive_release(signal);
                     }
                 }
-            }
-        } else {
-            float piece[kRegisters];
-#pragma unroll 1
-            for (int p = 0; p < Config::kPieces; ++p) {
-                consumer.template step<true>(piece);
-                for (int step = 1; step < steps; ++step)
-                    consumer.template step<false>(piece), consumer.release_before();
-                consumer.finish();
-                wgmma_pin(piece);
+            } else {
+                float piece[kPieces][kRegisters], total[kRegisters];
+                consumer.keep(piece);
+                barrier_wait_cluster(arrived, 0);
 #pragma unroll
                 for (int i = 0; i < kTileN / 8; ++i) {
-                    const int column = fragment_column + 8 * i;
-                    const uint32_t owner = column / Config::kColumns;
-                    const uint32_t at = cluster_address(inbox, owner) +
-                                        (rank * Config::kPieces + p) * Config::kInboxPieceBytes +
-                                        4 * (fragment_row * Config::kColumns + column % Config::kColumns);
-                    const uint32_t signal = cluster_address(arrived, owner);
+                    const float4 v = shared_quad(inbox + i * kFragmentBytes + 16 * threadIdx.x);
+                    total[4 * i] = v.x, total[4 * i + 1] = v.y, total[4 * i + 2] = v.z, total[4 * i + 3] = v.w;
+                }
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        if (fragment_row + 8 * h < rows) {
-                            cluster_send(at + 4 * 8 * h * Config::kColumns, piece[4 * i + 2 * h],
-                                         piece[4 * i + 2 * h + 1], signal);
+                for (int p = 0; p < kPieces; ++p) {
+#pragma unroll
+                    for (int i = 0; i < kRegisters; ++i) total[i] = add_rn(total[i], piece[p][i]);
+                }
+                store_all(first, total);
+            }
+        } else {
+            if constexpr (Config::kExchange == 2) {
+                float piece[kPieces][kRegisters];
+                consumer.keep(piece);
+                bar_sync(1, Config::kConsumers);
+#pragma unroll
+                for (int p = 0; p < kPieces; ++p) {
+#pragma unroll
+                    for (int i = 0; i < kTileN / 8; ++i) {
+                        const float* v = piece[p] + 4 * i;
+                        shared_store(tiles + (p * kTileN / 8 + i) * kFragmentBytes + 16 * threadIdx.x, v[0], v[1], v[2],
+                                     v[3]);
+                    }
+                }
+                fence_proxy();
+                bar_sync(1, Config::kConsumers);
+                if (threadIdx.x < kPieces * Config::kOwners) {
+                    const int p = threadIdx.x / Config::kOwners, owner = threadIdx.x % Config::kOwners;
+                    const int to = owner * kShare + rank % kShare;
+                    if (owner != part) {
+                        cluster_copy(
+                            cluster_address(inbox, to) + ((part < owner ? part : part - 1) * kPieces + p) * kSliceBytes,
+                            tiles + (p * Config::kOwners + owner) * kSliceBytes, kSliceBytes,
+                            cluster_address(arrived, to));
+                    }
+                }
+            } else {
+                float piece[1][kRegisters];
+#pragma unroll 1
+                for (int p = 0; p < kPieces; ++p) {
+                    consumer.keep(piece);
+                    if (warp < sending) {
+#pragma unroll
+                        for (int owner = 0; owner < Config::kOwners; ++owner) {
+                            const int to = owner * kShare + rank % kShare;
+                            const uint32_t at = cluster_address(inbox, to) + (part * kPieces + p) * kSliceBytes;
+                            const uint32_t signal = cluster_address(arrived, to);
+#pragma unroll
+                            for (int i = 0; i < Config::kSlice; ++i)
+                                send(at, owner * Config::kSlice + i, piece[0], signal);
                         }
                     }
+                }
+                if constexpr (Config::kExchange == 1) {
+                    __syncwarp();
+                    if (lane < Config::kOwners && warp < sending) {
+                        barrier_arrive_release(cluster_address(arrived, lane * kShare + rank % kShare));
+                    }
+                }
+            }
+            if (part < Config::kOwners && warp < sending) {
+                barrier_wait_cluster(arrived, 0);
+#pragma unroll
+                for (int i = 0; i < Config::kSlice; ++i) {
+                    float4 piece[kSplits];
+#pragma unroll
+                    for (int p = 0; p < kSplits; ++p) {
+                        uint32_t at = inbox + p * kSliceBytes;
+                        if constexpr (Config::kExchange == 2) {
+                            const int from = p / kPieces;
+                            if (from == part) at = tiles + (p % kPieces * Config::kOwners + part) * kSliceBytes;
+                            if (from > part) at -= kPieces * kSliceBytes;
+                        }
+                        piece[p] = shared_quad(at + i * kFragmentBytes + 16 * threadIdx.x);
+                    }
+                    float4 sum = {};
+#pragma unroll
+                    for (int p = 0; p < kSplits; ++p) {
+                        sum.x = add_rn(sum.x, piece[p].x), sum.y = add_rn(sum.y, piece[p].y);
+                        sum.z = add_rn(sum.z, piece[p].z), sum.w = add_rn(sum.w, piece[p].w);
+                    }
+                    store(first, part * Config::kSlice + i, sum.x, sum.y, sum.z, sum.w);
                 }
             }
         }
     }
-
-    if constexpr (kShare > 1) {
-        __syncwarp();
-        cluster_sync();  // a block's barriers live while others arrive there
-    }
-    if constexpr (!Config::kWhole) {
-        barrier_wait_cluster(arrived, 0);
-        constexpr int kColumns = Config::kColumns, kPairs = kColumns / 2;
-        const int column0 = tile_at<kShare>(a, first_tile).column * kTileN + rank * kColumns;
-        for (int item = threadIdx.x; item < rows * kPairs; item += Config::kThreads) {
-            float2 part[kSplits];
-#pragma unroll
-            for (int i = 0; i < kSplits; ++i) part[i] = shared_pair(inbox + i * Config::kInboxPieceBytes + 8 * item);
-            float2 sum = {};
-#pragma unroll
-            for (int i = 0; i < kSplits; ++i) sum.x = add_rn(sum.x, part[i].x), sum.y = add_rn(sum.y, part[i].y);
-            store_pair<kBf16>(a, row0 + item / kPairs, column0 + item % kPairs * 2, sum.x, sum.y);
+    if constexpr (Config::kExchange == 2 && !Config::kWhole) {
+        if (Config::kPair ? part == 1 : part < Config::kOwners) {
+            barrier_wait_cluster(arrived, 0);
         }
+        __syncwarp();
+        cluster_sync();  // what a block sends lives until it has arrived
+    }
+#endif
+}
+
+// Few rows. The rows of one matrix product are the pieces of kColumns columns of the weight, its columns the pieces of
+// kRows rows of x; what is asked for lies on the diagonal of each 8 x 8 square. So one block has all pieces, and a warp
+// adds them up.
+template <int kRows, int kColumns>
+struct FewRowsConfig {
+    static constexpr int kThreads = 128;
+    static constexpr int kMaxSteps = 16;
+    static constexpr int kStageBytes = (kRows + kColumns) * 1024;
+    static constexpr int kPadBytes = kStageBytes < 8192 ? 8192 - kStageBytes : 0;
+    static constexpr int shared_bytes(int k) { return k / kSplits / kBlockK * kStageBytes + kPadBytes; }
+};
+
+template <int kRows, int kColumns, bool kBf16>
+__global__ void __launch_bounds__(128)
+    few_rows_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
+                    const __grid_constant__ FixedOrderMmArgs a) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+    using namespace sm90;
+    using Config = FewRowsConfig<kRows, kColumns>;
+    extern __shared__ __align__(1024) uint8_t shared[];
+    __shared__ uint64_t barriers[Config::kMaxSteps];
+    const uint32_t tiles = shared_address(shared), full = shared_address(barriers);
+    __shared__ __align__(16) float diagonal[kColumns / 2][2 * kRows][kSplits];
+    const int steps = a.k / kSplits / kBlockK, column0 = blockIdx.x * kColumns, row0 = blockIdx.y * kRows;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        prefetch_map(x_map), prefetch_map(w_map);
+        for (int i = 0; i < steps; ++i) barrier_init(full + 8 * i, 1);
+        barrier_init_fence();
+    }
+    __syncthreads();
+    dependent_wait();
+    dependent_start();
+    if (warp < 2 && elected()) {
+        for (int i = 0; i < steps; ++i) {
+            const uint32_t at = tiles + i * Config::kStageBytes;
+            if (warp == 0) {
+                barrier_arrive_expect(full + 8 * i, Config::kStageBytes);
+                copy_box(at, w_map, full + 8 * i, i * kBlockK, 0, column0);
+            } else {
+                copy_box(at + kColumns * 1024, x_map, full + 8 * i, i * kBlockK, 0, row0);
+            }
+        }
+    }
+    __syncwarp();
+    float piece[4 * kRows];
+    const auto step = [&]<bool kFirst>(int i) {
+        barrier_wait(full + 8 * i, 0);
+        // The product takes sixty-four rows: past the weight's it reads whatever lies there, for sums that nobody
+        // reads.
+        const uint64_t w_at = wgmma_tile(tiles + i * Config::kStageBytes);
+        const uint64_t x_at = wgmma_tile(tiles + i * Config::kStageBytes + kColumns * 1024);
+        wgmma_fence();
+        Wgmma<8 * kRows>::template run<!kFirst>(piece, w_at, x_at);
+#pragma unroll
+        for (int j = 1; j < kBlockK / 16; ++j) Wgmma<8 * kRows>::template run<true>(piece, w_at + 2 * j, x_at + 2 * j);
+        wgmma_commit();
+        wgmma_wait<1>();
+    };
+    step.template operator()<true>(0);
+    for (int i = 1; i < steps; ++i) step.template operator()<false>(i);
+    wgmma_wait<0>();
+    wgmma_pin(piece);
+    if (warp >= kColumns / 2) return;
+    if (lane % 4 == lane / 8) {
+        const int p = lane / 4;
+#pragma unroll
+        for (int i = 0; i < 2 * kRows; ++i) diagonal[warp][i][p] = p % 2 ? piece[2 * i + 1] : piece[2 * i];
+    }
+    __syncwarp();
+    if (lane < min(int64_t{kRows}, a.m - row0)) {
+        float sum[2] = {};
+#pragma unroll
+        for (int p = 0; p < kSplits; ++p) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) sum[h] = add_rn(sum[h], diagonal[warp][2 * lane + h][p]);
+        }
+        store_pair<kBf16>(a, row0 + lane, column0 + 2 * warp, sum[0], sum[1]);
     }
 #endif
 }
@@ -345,6 +567,24 @@ cudaError_t launch_fixed_order_mm(const FixedOrderMmProblem& problem, int proces
         Config::kWhole ? std::min(args.tiles, processors / Config::kShare * Config::kShare) : args.tiles * Config::kCut;
     return launch_dependent(kernel, dim3(static_cast<unsigned>(blocks)), Config::kThreads, Config::kSharedBytes,
                             Config::kCluster, stream, x_map, w_map, args);
+}
+
+template <int kRows, int kColumns, bool kBf16>
+cudaError_t launch_few_rows(const FixedOrderMmProblem& problem, cudaStream_t stream) {
+    using Config = FewRowsConfig<kRows, kColumns>;
+    const auto kernel = few_rows_kernel<kRows, kColumns, kBf16>;
+    const FixedOrderMmArgs& args = problem.args;
+    CUtensorMap x_map, w_map;
+    constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    cudaError_t error = encode_pieces(&x_map, kType, 2, problem.x, args.m, args.k, problem.x_stride, kSplits, kRows);
+    if (error != cudaSuccess) return error;
+    error = encode_pieces(&w_map, kType, 2, problem.w, args.n, args.k, problem.w_stride, kSplits, kColumns);
+    if (error != cudaSuccess) return error;
+    const int shared_bytes = Config::shared_bytes(args.k);
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+    const dim3 grid(args.n / kColumns, static_cast<unsigned>((args.m + kRows - 1) / kRows));
+    return launch_dependent(kernel, grid, Config::kThreads, shared_bytes, 1, stream, x_map, w_map, args);
 }
 
 // Which tiles a call gets: any choice gives the same bits, so this may weigh rows against idle multiprocessors. The

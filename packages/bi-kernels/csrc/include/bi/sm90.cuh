@@ -12,6 +12,19 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// One thread of the warp, all of whose threads call this: the compiler then knows that what follows runs once.
+__device__ __forceinline__ bool elected() {
+    uint32_t is;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "elect.sync _|p, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(is));
+    return is != 0;
+}
+
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -70,6 +83,15 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map
         "l"(&map), "r"(barrier), "r"(column), "r"(row)
         : "memory");
 }
+// Of a three-dimensional one.
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int column, int row,
+                                         int plane) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+        "[%2];" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(plane)
+        : "memory");
+}
 // The same box to the same shared address, with the same barrier's bytes, in every block of the cluster in `blocks`.
 __device__ __forceinline__ void copy_box_to_all(uint32_t target, const CUtensorMap& map, uint32_t barrier, int column,
                                                 int row, uint16_t blocks) {
@@ -109,23 +131,25 @@ __device__ __forceinline__ uint64_t wgmma_tile(uint32_t address) {
     return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) | ((address & 0x3ffff) >> 4);
 }
 
-// d[64 x kN] = a[64 x 16] b[kN x 16]^T of bfloat16 by one warpgroup, or with kAdd d += the same. Thread t of the warpgroup
-// holds, at d[4 i + 2 h + j], row 16 (t / 32) + (t % 32) / 4 + 8 h and column 8 i + 2 (t % 4) + j. WgmmaFp8 is the same
-// of e4m3: a[64 x 32], b[kN x 32]; there adding 2 to a tile's descriptor moves it by thirty-two elements along K.
+// d[64 x kN] = a[64 x 16] b[kN x 16]^T of bfloat16 by one warpgroup, or with kAdd d += the same. Thread t of the
+// warpgroup holds, at d[4 i + 2 h + j], row 16 (t / 32) + (t % 32) / 4 + 8 h and column 8 i + 2 (t % 4) + j. WgmmaFp8
+// is the same of e4m3: a[64 x 32], b[kN x 32]; there adding 2 to a tile's descriptor moves it by thirty-two elements
+// along K.
 template <int kN>
 struct Wgmma;
 template <int kN>
 struct WgmmaFp8;
 
-#define BI_WGMMA_RUN(kN, shape, transposed, a_at, b_at, add, result)             \
-    asm volatile(                                                                \
-        "{\n"                                                                    \
-        ".reg .pred p;\n"                                                        \
-        "setp.eq.b32 p, " add ", 1;\n"                                           \
-        "wgmma.mma_async.sync.aligned." shape " {" BI_NAMES_##kN "}, " a_at ", " \
-        b_at ", p, 1, 1" transposed ";\n"                                        \
-        "}\n"                                                                    \
-        : BI_SUMS_##kN(result, 0)                                                \
+#define BI_WGMMA_RUN(kN, shape, transposed, a_at, b_at, add, result)                                         \
+    asm volatile(                                                                                            \
+        "{\n"                                                                                                \
+        ".reg .pred p;\n"                                                                                    \
+        "setp.eq.b32 p, " add                                                                                \
+        ", 1;\n"                                                                                             \
+        "wgmma.mma_async.sync.aligned." shape " {" BI_NAMES_##kN "}, " a_at ", " b_at ", p, 1, 1" transposed \
+                                                                 ";\n"                                       \
+                                                                 "}\n"                                       \
+        : BI_SUMS_##kN(result, 0)                                                                            \
         : "l"(a), "l"(b))
 // The first step names its sums as results alone, or registers would be kept for what they held.
 #define BI_WGMMA(Name, kN, ...)                                                  \
@@ -144,7 +168,10 @@ struct WgmmaFp8;
 #define BI_NAMES_16 BI_NAMES_8 ", %4, %5, %6, %7"
 #define BI_NAMES_32 BI_NAMES_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define BI_NAMES_64 BI_NAMES_32 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define BI_NAMES_128 BI_NAMES_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define BI_NAMES_128                                                                                              \
+    BI_NAMES_64                                                                                                   \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+    "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define BI_SUMS_8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 #define BI_SUMS_16(c, i) BI_SUMS_8(c, i), BI_SUMS_8(c, i + 4)
 #define BI_SUMS_32(c, i) BI_SUMS_16(c, i), BI_SUMS_16(c, i + 8)
@@ -206,15 +233,45 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t r
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
-// Two floats to a block of the cluster, whose barrier counts their bytes. It must not end before they have arrived.
-__device__ __forceinline__ void cluster_send(uint32_t target, float v0, float v1, uint32_t barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(target),
-                 "f"(v0), "f"(v1), "r"(barrier)
+// Four floats to a block of the cluster, whose barrier counts their bytes. It must not end before they have arrived.
+__device__ __forceinline__ void cluster_send(uint32_t target, float v0, float v1, float v2, float v3,
+                                             uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(target),
+        "f"(v0), "f"(v1), "f"(v2), "f"(v3), "r"(barrier)
+        : "memory");
+}
+// The same without a count.
+__device__ __forceinline__ void cluster_store(uint32_t target, float v0, float v1, float v2, float v3) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(target), "f"(v0), "f"(v1), "f"(v2), "f"(v3)
                  : "memory");
 }
-__device__ __forceinline__ float2 shared_pair(uint32_t address) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+// Arrives at a barrier of the cluster, after this thread's stores there.
+__device__ __forceinline__ void barrier_arrive_release(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void shared_store(uint32_t target, float v0, float v1, float v2, float v3) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(target), "f"(v0), "f"(v1), "f"(v2), "f"(v3)
+                 : "memory");
+}
+// Makes this thread's stores to shared memory visible to the copy engine.
+__device__ __forceinline__ void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void bar_sync(int which, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
+}
+// Shared memory to a block of the cluster, whose barrier counts the bytes.
+__device__ __forceinline__ void cluster_copy(uint32_t target, uint32_t source, int bytes, uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+        "r"(source), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+__device__ __forceinline__ float4 shared_quad(uint32_t address) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
     return v;
 }
 
