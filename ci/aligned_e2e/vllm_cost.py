@@ -534,7 +534,9 @@ def start(children: dict[str, Child], checkpoint: Path, clock: Clock, record: di
             print(f"[{clock.spent():5.0f} s] {name} is ready: {json.dumps(shown)}", flush=True)
             told = ("start_seconds", "experts", "attention", "async_scheduling", "gpu_gib", "allocated_gib")
             record["sides"][name] = {key: answer[key] for key in told}
-            record["cost_model"] = {key: answer[key] for key in ("layers", "ratios", "vocabulary", "weights_gib")}
+            record["cost_model"] = {
+                key: answer[key] for key in ("layers", "shared", "ratios", "vocabulary", "weights_gib")
+            }
             if "header" in answer:
                 about = answer["header"]
                 record |= {key: about[key] for key in ("gpu", "gpus", "versions", "attestation")}

@@ -140,6 +140,7 @@ class CostEngine:
             "start_seconds": self.start_seconds,
             "vocabulary": self.vocabulary,
             "layers": len(self._layers()),
+            "shared": self.sharing is not None,
             "ratios": [0 if layer.attn.compress_ratio == 1 else layer.attn.compress_ratio for layer in self._layers()],
             "experts": f"{getattr(method, 'fp8_backend', None)}, {getattr(method, 'experts_cls', None)}",
             "attention": type(self._layers()[0].attn).__name__,
