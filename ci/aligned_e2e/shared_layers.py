@@ -23,8 +23,8 @@ from torch import nn
 __all__ = ["Sharing", "SharingError", "check_memory", "check_shared", "share", "weight_bytes"]
 
 _FFN = "ffn"
-_SLACK = 5 << 30
-"""Bytes that an engine may hold beside weights and caches: workspaces and graphs. A layer's experts are 6 GiB."""
+_SLACK = int(5.9 * 2**30)
+"""Bytes that an engine may hold beside weights and caches: workspaces and graphs. A layer's experts are 6.0 GiB."""
 
 
 class SharingError(RuntimeError):
@@ -123,18 +123,19 @@ def check_shared(layers: Sequence[nn.Module], sharing: Sharing) -> None:
         SharingError: Lists what is private or common.
     """
     problems = []
-    storages: list[set[int]] = []
+    storages: list[dict[int, str]] = []
     for index, layer in enumerate(layers):
-        storages.append(set())
+        storages.append({})
         for name, parameter in layer.named_parameters(remove_duplicate=False):
             owner = (sharing.ffn_of if name.startswith(f"{_FFN}.") else sharing.attention_of)[index]
             storage = parameter.untyped_storage()
             if storage.data_ptr() != layers[owner].get_parameter(name).untyped_storage().data_ptr():
                 problems.append(f"layer {index} has {name} for itself, expected that of layer {owner}")
             if storage.nbytes():
-                storages[-1].add(storage.data_ptr())
-    common = [index for index, (one, other) in enumerate(itertools.pairwise(storages)) if one & other]
-    problems += [f"layers {index} and {index + 1} have weights in common" for index in common]
+                storages[-1][storage.data_ptr()] = name
+    for index, (one, other) in enumerate(itertools.pairwise(storages)):
+        if common := [name for pointer, name in one.items() if pointer in other]:
+            problems.append(f"layers {index} and {index + 1} have weights in common: {', '.join(common[:4])}")
     if problems:
         raise SharingError(f"{len(problems)} problems: " + "; ".join(problems[:8]))
 
@@ -160,6 +161,6 @@ def check_memory(allocated: int, weights: int, caches: int) -> None:
     if more > _SLACK:
         gib = [f"{size / 2**30:.1f} GiB" for size in (allocated, weights, caches, more)]
         raise SharingError(
-            "expected {1} of weights, {2} of caches and at most 5 GiB of all else, got {0}, that is {3} of all else: "
-            "something keeps a copy of a layer's experts".format(*gib)
+            "expected {1} of weights, {2} of caches, and of all else less than a layer's experts; got {0}, that is {3} "
+            "of all else: something keeps a copy of a layer's experts".format(*gib)
         )

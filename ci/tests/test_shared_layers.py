@@ -186,7 +186,7 @@ def test_a_private_copy_is_noticed_by_name(model, name):
 def test_neighbours_with_a_weight_in_common_are_noticed(model):
     """Its second reading might come from a cache."""
     model.layers[5].ffn = model.layers[4].ffn
-    with pytest.raises(SharingError, match="layers 4 and 5 have weights in common"):
+    with pytest.raises(SharingError, match=r"layers 4 and 5 have weights in common: ffn\.w13"):
         check_shared(model.layers, Sharing(SHARING.attention_of, (0, 1, 0, 3, 4, 4, 4)))
 
 
