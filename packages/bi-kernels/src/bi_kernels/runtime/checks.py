@@ -91,7 +91,7 @@ def check_output(
     name: str,
     out: torch.Tensor,
     dtype: torch.dtype,
-    shape: Sequence[int],
+    shape: Sequence[Dim],
     device: torch.device,
     *,
     last_dim_contiguous: bool = False,
