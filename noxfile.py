@@ -3,14 +3,15 @@
 Tags: ``cpu`` (what CI runs), ``gpu`` (needs a GPU host), ``release`` (needs large downloads or a clean tree).
 
 Sessions are thin: each body is a command that also runs without nox, see ci/README.md. torch is large, so wheels are
-built once per run by ``build(...)`` and installed by the others. With ``BI_SYSTEM_TORCH=1`` sessions see the
-interpreter's own packages, which is how to build and test against the torch of an existing image.
+built once per run by ``build(...)`` and installed by the others. With ``BI_SYSTEM_TORCH=1`` sessions see the packages
+of the interpreter that runs nox, which is how to build and test against the torch of an existing image.
 """
 
 from __future__ import annotations
 
 import os
 import pathlib
+import site
 
 import nox
 
@@ -31,13 +32,27 @@ VLLM_VERSIONS = ("0.26.0", "0.33.0")
 each_package = nox.parametrize("package", PACKAGES, ids=PACKAGES)
 all_built = [f"build({package})" for package in PACKAGES]
 TESTING = ("pytest", "pytest-xdist", "hypothesis")
-VENV = ("--system-site-packages",) if SYSTEM_TORCH else ()
 
 
 def install(session: nox.Session, *requirements: str) -> None:
     """Install into the session, always under the constraints; the only way in which sessions install."""
+    if SYSTEM_TORCH:
+        show_own_packages(session)
     pinned = () if SYSTEM_TORCH else ("-c", str(CONSTRAINTS))
     session.install("--no-compile", *pinned, *requirements)
+
+
+def show_own_packages(session: nox.Session) -> None:
+    """Let the session import what this interpreter can, after what it has installed itself.
+
+    Not ``--system-site-packages``: that shows the packages of the interpreter below, and images keep torch in a virtual
+    environment above it. Not ``PYTHONPATH``: that would hide what the session installs.
+    """
+    own = [*site.getsitepackages(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    (packages,) = pathlib.Path(session.virtualenv.location).glob("lib/python*/site-packages")
+    lines = [f"import site; site.addsitedir({os.path.abspath(path)!r})\n" for path in own]
+    (packages / "own_packages.pth").write_text("".join(lines))
+    session.env["PYTHONPATH"] = ""
 
 
 def wheel_of(package: str) -> str:
@@ -63,7 +78,7 @@ def lint(session: nox.Session) -> None:
         session.run("clang-format", "--dry-run", "--Werror", *sources)
 
 
-@nox.session(tags=["cpu"], venv_params=VENV)
+@nox.session(tags=["cpu"])
 def typecheck(session: nox.Session) -> None:
     """Strict typing of the four packages and of the repository's own scripts."""
     install(session, "torch", "mypy", "nox", "rich", "packaging", "pytest", "hypothesis", "safetensors")
@@ -75,20 +90,19 @@ def typecheck(session: nox.Session) -> None:
     session.run("mypy", "--config-file", "../pyproject.toml", "-p", "aligned_e2e")
 
 
-@nox.session(tags=["cpu"], venv_params=VENV)
+@nox.session(tags=["cpu"])
 @each_package
 def build(session: nox.Session, package: str) -> None:
     """Build one wheel into build/wheels: with CUDA kernels where nvcc is found, reference-only otherwise."""
     source = ROOT / "packages" / package
     has_kernels = any(source.glob("csrc/*.cu"))
-    if not SYSTEM_TORCH:
-        install(session, "scikit-build-core", *(("torch", "cmake", "ninja") if has_kernels else ()))
+    install(session, "scikit-build-core", *(("torch", "cmake", "ninja") if has_kernels else ()))
     if has_kernels and package != "bi-kernels":  # its CMake helper and headers
         session.install("--no-deps", "--no-compile", wheel_of("bi-kernels"))
     make_wheel(session, package, WHEELS, cuda="auto")
 
 
-@nox.session(tags=["cpu"], requires=all_built, venv_params=VENV)
+@nox.session(tags=["cpu"], requires=all_built)
 def artifacts(session: nox.Session) -> None:
     """Symbols, ABI and architectures of the built libraries; versions, changelogs and ranges that agree."""
     install(session, "packaging")
@@ -96,7 +110,7 @@ def artifacts(session: nox.Session) -> None:
     session.run("python", "ci/checks/versions.py", str(WHEELS))
 
 
-@nox.session(tags=["cpu"], requires=all_built, venv_params=VENV)
+@nox.session(tags=["cpu"], requires=all_built)
 @each_package
 def subset(session: nox.Session, package: str) -> None:
     """One package alone installs, imports and runs; its hook is inert; doctor names what is absent."""
@@ -104,7 +118,7 @@ def subset(session: nox.Session, package: str) -> None:
     session.run("python", "ci/checks/subset.py", package)
 
 
-@nox.session(tags=["cpu"], requires=all_built, venv_params=VENV)
+@nox.session(tags=["cpu"], requires=all_built)
 @each_package
 def tests(session: nox.Session, package: str) -> None:
     """One package's CPU tests against its installed wheel."""
@@ -112,7 +126,7 @@ def tests(session: nox.Session, package: str) -> None:
     run_tests(session, "not gpu", f"packages/{package}/tests")
 
 
-@nox.session(tags=["cpu"], requires=all_built, venv_params=VENV)
+@nox.session(tags=["cpu"], requires=all_built)
 def repository(session: nox.Session) -> None:
     """What the repository promises about itself, and the end-to-end comparison in small, with a fault it must find."""
     install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, *TESTING)
@@ -120,7 +134,7 @@ def repository(session: nox.Session) -> None:
     run_tests(session, "not gpu", "ci/tests")
 
 
-@nox.session(tags=["gpu"], default=False, requires=all_built, venv_params=VENV)
+@nox.session(tags=["gpu"], default=False, requires=all_built)
 @each_package
 def gpu(session: nox.Session, package: str) -> None:
     """One package's GPU tests but those inside vLLM; fails, and does not skip, where no GPU is visible."""
@@ -129,7 +143,7 @@ def gpu(session: nox.Session, package: str) -> None:
     run_tests(session, "gpu and not vllm", f"packages/{package}/tests")
 
 
-@nox.session(tags=["gpu"], default=False, requires=all_built, venv_params=VENV)
+@nox.session(tags=["gpu"], default=False, requires=all_built)
 @each_package
 def sanitizer(session: nox.Session, package: str) -> None:
     """compute-sanitizer's four tools over one small call of each kernel; needs a GPU."""
@@ -137,7 +151,7 @@ def sanitizer(session: nox.Session, package: str) -> None:
     session.run("bash", "ci/gpu/sanitize.sh", package, external=True)
 
 
-@nox.session(default=False, requires=all_built, venv_params=VENV)
+@nox.session(default=False, requires=all_built)
 def fuzz(session: nox.Session) -> None:
     """Coverage-guided fuzzing of everything that takes bytes: ``-- --seconds 20``, ``-- kv_page`` etc."""
     install(session, *(wheel_of(p) for p in PACKAGES), *END_TO_END, "atheris")
@@ -145,7 +159,7 @@ def fuzz(session: nox.Session) -> None:
     session.run("python", "-m", "fuzz", *session.posargs)
 
 
-@nox.session(tags=["release"], default=False, venv_params=VENV)
+@nox.session(tags=["release"], default=False)
 @nox.parametrize("vllm", VLLM_VERSIONS, ids=VLLM_VERSIONS)
 def anchors(session: nox.Session, vllm: str) -> None:
     """Anchors of all four hooks against a vLLM wheel, read statically; downloads the wheel unless --wheel is given."""
@@ -154,7 +168,7 @@ def anchors(session: nox.Session, vllm: str) -> None:
     session.run("python", "ci/checks/vllm_anchors.py", "--vllm", vllm, *session.posargs)
 
 
-@nox.session(default=False, venv_params=VENV)
+@nox.session(default=False)
 def aligned_e2e(session: nox.Session) -> None:
     """The aligned stack: wheels, suites, fuzzing, then rollout, actor, reload, faults. ``-- --profile cpu`` etc.
 
@@ -180,7 +194,8 @@ def aligned_in_vllm(session: nox.Session) -> None:
     """CUDA wheels, the GPU suites, then the profile; ``ci/gpu/run_aligned_e2e.sh`` is the same without nox."""
     work = ROOT / "build" / "aligned_e2e" / "vllm"
     if not SYSTEM_TORCH:
-        session.error("expected BI_SYSTEM_TORCH=1: vLLM is taken from the interpreter's own packages")
+        session.error("expected BI_SYSTEM_TORCH=1: vLLM is taken from the packages of the interpreter that runs nox")
+    install(session, "scikit-build-core", "cmake", "ninja")
     for package in PACKAGES:  # the others are compiled with what bi-kernels' wheel has
         make_wheel(session, package, WHEELS, cuda="on")
         install(session, "--no-deps", "--force-reinstall", wheel_of(package))

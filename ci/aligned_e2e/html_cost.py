@@ -13,9 +13,9 @@ __all__ = ["GOAL_PERCENT", "cost"]
 GOAL_PERCENT = 5.0
 """How much slower than stock vLLM aligned mode may be."""
 
-_APART = (("layers", "43 layers"), ("lm_head", "lm_head"), ("final norm", "final norm"),
+_APART = (("layers", "all layers"), ("lm_head", "lm_head"), ("final norm", "final norm"),
           ("log_softmax", "log-softmax"), ("sampling", "sampling"))  # fmt: skip
-"""Parts of an extrapolated step, and what they are called; the rest is small."""
+"""Parts of a step, and what they are called; the rest is small."""
 
 
 def cost(report: Record) -> Markup:
@@ -26,40 +26,58 @@ def cost(report: Record) -> Markup:
     summary = tag("span", f"{above} of {len(overheads)} workloads are more than {GOAL_PERCENT:g} % slower.",
                   class_="bad-text" if above else "good-text") if overheads else None  # fmt: skip
     profiles = rows_of(report, "profiles") or _only_profile(report)
+    hosts = [profile for profile in profiles if mapping(profile, "sides")]
     note = text(report, "cost_note")
     return join([
-        tag("p", "Stock with the flag off, with its own experts and with DeepGEMM's, and aligned, by turns in one run. "
-            "Tokens/s against the stock side that has more of them: medians, and below them how far turns were apart; "
-            "slower by the median over pairs of neighbouring turns. Bars to the right are slower, to the left faster; "
-            "the dashed line is the goal. ", summary, class_="lead"),
+        tag("p", _model(report), "Stock with the flag off, with its own experts and with DeepGEMM's, and aligned, by "
+            "turns in one run. Tokens/s against the stock side that has more of them: medians, and below them how far "
+            "turns were apart; slower by the median over pairs of neighbouring turns. Bars to the right are slower, to "
+            "the left faster; the dashed line is the goal. ", summary, class_="lead"),
         _workloads(rows, overheads) if rows else tag("p", NOT_RUN),
         tag("h3", "GPU time of one step"),
         tag("p", tag("strong", note)) if note else tag(
             "p", "Against the stock side whose forward takes less GPU time, which may be another one than above.",
             class_="lead"),
         _steps(profiles) if profiles else tag("p", NOT_RUN),
-        tag("h3", "Extrapolated to the whole model"),
-        tag("p", "Layers as often as DeepSeek-V4-Flash has them, everything else once; lm_head, log-softmax and "
-            "sampling at its vocabulary. Stock → aligned, in microseconds.", class_="lead"),
+        tag("h3", "The same by part"),
+        tag("p", "Time in which the GPU was busy, under a profiler. Stock → aligned, in microseconds.", class_="lead"),
         _whole(profiles) if profiles else tag("p", NOT_RUN),
-        tag("h3", "GPU time by layer type and by op, of one step", tag("span", "stock", class_="key stock"),
+        tag("h3", "GPU and host"),
+        tag("p", "A forward that takes longer than the GPU is busy has waited for the host, which launches each kernel "
+            "itself where no graph is replayed. Host time is that of the forward under the profiler, which slows it "
+            "down. Experts: how many different ones the tokens of a step chose in a layer.", class_="lead"),
+        _hosts(hosts) if hosts else tag("p", NOT_RUN),
+        tag("h3", "Time by layer type and by op, of one step", tag("span", "stock", class_="key stock"),
             tag("span", "aligned", class_="key ours")),
         *([details(f"{_name(profile)}: layer types, and what each op adds or saves", _profile(profile))
            for profile in profiles] or [tag("p", NOT_RUN)]),
     ])  # fmt: skip
 
 
+def _model(report: Record) -> str:
+    """What was measured, as a sentence."""
+    layers, weights = (number(report, "cost_model", key) for key in ("layers", "weights_gib"))
+    if layers is None:
+        return ""
+    held = "" if weights is None else f", {weights:g} GiB of weights"
+    shared = ", which share the weights of a few" if mapping(report, "cost_model").get("shared") is True else ""
+    return f"A model as wide as DeepSeek-V4-Flash with {layers:g} layers{shared}{held}. "
+
+
 def _only_profile(report: Record) -> list[Record]:
     """A report's one profile, where it has no list of them."""
-    found = {key: report.get(key) for key in ("layers", "ops", "extrapolated")}
+    found = {key: report.get(key) for key in ("layers", "ops")}
     return [found] if any(found.values()) else []
 
 
-def _name(profile: Record) -> str:
+def _step(profile: Record) -> str:
     batch = number(profile, "batch")
+    return f"{text(profile, 'workload') or 'one step'}{'' if batch is None else f', batch {batch:,}'}"
+
+
+def _name(profile: Record) -> str:
     side = text(profile, "forward_baseline")
-    ends = ("" if batch is None else f", batch {batch:,}") + (f", against {side}" if side else "")
-    return f"{text(profile, 'workload') or 'one step'}{ends}"
+    return _step(profile) + (f", against {side}" if side else "")
 
 
 def _finite(row: Record, key: str) -> float | None:
@@ -131,24 +149,36 @@ def _steps(profiles: Sequence[Record]) -> Markup:
 
 
 def _whole(profiles: Sequence[Record]) -> Markup:
-    columns = (Column("step"), Column("whole", number=True), Column("slower by", number=True),
-               *(Column(title, number=True) for _, title in _APART))  # fmt: skip
+    columns = (Column("step"), *(Column(title, number=True) for _, title in _APART))
     rows = []
     for profile in profiles:
-        found = mapping(profile, "extrapolated")
-        parts = {text(part, "part"): part for part in rows_of(found, "parts")}
-        cells = (
-            _name(profile),
-            _pair(found),
-            _slower(number(found, "overhead_percent")),
-            *(_pair(parts.get(name, {})) for name, _ in _APART),
-        )
-        rows.append((None, cells))
+        parts = {text(part, "part"): part for part in rows_of(profile, "parts")}
+        rows.append((None, (_name(profile), *(_pair(parts.get(name, {})) for name, _ in _APART))))
     return table(columns, rows)
 
 
-def _pair(row: Record) -> Markup:
-    stock, aligned = (number(row, f"{side}_us") for side in ("stock", "aligned"))
+def _hosts(profiles: Sequence[Record]) -> Markup:
+    """Whether a forward was bound by the GPU or by the host, for every side that was profiled."""
+    columns = (Column("step"), Column("side"), *(Column(title, number=True) for title in (
+        "forward µs", "GPU busy µs", "busy", "kernels", "host µs", "experts")))  # fmt: skip
+    forms = {"forward_us": "{:,.0f}", "busy_us": "{:,.0f}", "busy_percent": "{:.0f} %", "launches": "{:,.0f}"}
+    rows = []
+    for profile in profiles:
+        for name, side in mapping(profile, "sides").items():
+            host = number(side, "host_us")
+            cells = (
+                _step(profile),
+                str(name),
+                *(value_or_not_run(number(side, key), form) for key, form in forms.items()),
+                "graph" if host is None else f"{host:,.0f}",
+                value_or_not_run(number(side, "experts"), "{:,.0f}"),
+            )
+            rows.append((None, cells))
+    return table(columns, rows)
+
+
+def _pair(row: Record, key: str = "us") -> Markup:
+    stock, aligned = (number(row, f"{side}_{key}") for side in ("stock", "aligned"))
     if stock is None or aligned is None:
         return NOT_RUN
     return join([f"{stock:,.0f} → {aligned:,.0f}"])
@@ -189,8 +219,10 @@ def _op_table(ops: Sequence[Record]) -> Markup:
 
     added = [x for row in ops if (x := adds(row)) is not None]
     low, high = min([*added, 0.0]) * 1.1, max([*added, 0.0]) * 1.1
+    hosted = any(number(row, "stock_host_us") is not None for row in ops)
     columns = (Column("op"), Column("calls", number=True), Column("stock µs", number=True),
-               Column("aligned µs", number=True), Column("adds µs", number=True), Column("", wide=True))  # fmt: skip
+               Column("aligned µs", number=True), Column("adds µs", number=True), Column("", wide=True),
+               *((Column("host µs", number=True),) if hosted else ()))  # fmt: skip
     rows = []
     for row in sorted(ops, key=lambda row: -abs(adds(row) or 0.0)):
         more = adds(row)
@@ -204,6 +236,7 @@ def _op_table(ops: Sequence[Record]) -> Markup:
             value_or_not_run(number(row, "aligned_us"), "{:,.1f}"),
             value_or_not_run(more, "{:+,.1f}"),
             chart,
+            *((_pair(row, "host_us"),) if hosted else ()),
         )
-        rows.append((None, cells))  # fmt: skip
+        rows.append((None, cells))
     return table(columns, rows)

@@ -1,9 +1,10 @@
-"""GPU time by layer and op, out of a profiler's trace, and what it says about a deeper model.
+"""GPU time by layer and op, and host time by op, out of a profiler's trace.
 
 A trace (Chrome's format, as torch.profiler writes it) holds the ranges that the host was in, the launches it made, and
 the kernels these became. A kernel belongs to the innermost range that its launch was made in. Kernels of several
 streams overlap, and a kernel that was launched early waits inside its own duration; so an instant counts once, for the
-kernel that began first, and times add up to the time in which the GPU was busy.
+kernel that began first, and times add up to the time in which the GPU was busy. Host time, too, counts once, for the
+innermost range.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ __all__ = [
     "FLASH_VOCABULARY",
     "HEAD_OPS",
     "LAYER_TYPES",
+    "WAITING",
     "Kernel",
     "OpTime",
+    "Profile",
+    "busy_us",
     "compare_layers",
     "compare_ops",
-    "extrapolate",
-    "forward_us",
+    "compare_parts",
+    "host_times",
+    "host_us",
     "kernels",
     "label",
+    "launches",
     "layer_times",
     "op_times",
     "overhead_percent",
@@ -39,7 +45,10 @@ FLASH_VOCABULARY = 129280
 
 LAYER_TYPES = {0: "window only", 4: "C4", 128: "C128"}
 HEAD_OPS = ("lm_head", "log_softmax", "sampling")
-"""What grows with the vocabulary."""
+"""What comes after the model's forward, and grows with the vocabulary."""
+
+WAITING = "waiting for the GPU"
+"""Name of the host time inside of ranges in which the host does nothing but wait."""
 
 _PREFIX = "cost"
 _OTHER = "other"
@@ -85,6 +94,22 @@ class OpTime:
     calls: float
 
 
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a profiler saw of a workload on one side.
+
+    Attributes:
+        times: GPU time, per step.
+        host: Microseconds of the host by op, per step, under the profiler, which slows it down; empty where graphs were
+            replayed.
+        experts: Distinct experts that the tokens of a step chose in a layer, the mean over layers.
+    """
+
+    times: list[OpTime]
+    host: dict[str, float]
+    experts: float
+
+
 def label(op: str, layer: int | None = None) -> str:
     """Name of the range of ``op``, from which :func:`kernels` knows it again."""
     return f"{_PREFIX}|{'' if layer is None else layer}|{op}"
@@ -112,6 +137,38 @@ def kernels(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
             found.append((start, end, name, int(event.get("args", {}).get("correlation", -1))))
     owners = _innermost(ranges, launched)
     return [Kernel(start, end, name, *_parse(owners.get(launch))) for start, end, name, launch in sorted(found)]
+
+
+def host_times(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, float]:
+    """Host time of each op per step, without that of the ranges inside of its own, and without waiting for the GPU.
+
+    Args:
+        events: ``traceEvents`` of ``steps`` steps.
+        steps: See ``events``.
+    """
+    threads: defaultdict[Any, list[tuple[float, float, str]]] = defaultdict(list)
+    for event in events:
+        category, name = event.get("cat"), str(event.get("name"))
+        if event.get("ph") != "X":
+            continue
+        span = (float(event["ts"]), -float(event["dur"]))
+        if category == "user_annotation" and name.startswith(f"{_PREFIX}|"):
+            threads[event.get("tid")].append((*span, _parse(name)[1]))
+        elif category in _LAUNCHES and "Synchronize" in name:
+            threads[event.get("tid")].append((*span, WAITING))
+    own: defaultdict[str, float] = defaultdict(float)
+    for spans in threads.values():
+        opened: list[tuple[float, str]] = []
+        for start, negative_us, op in sorted(spans):
+            while opened and opened[-1][0] <= start:
+                opened.pop()
+            if not opened and op == WAITING:  # between steps
+                continue
+            own[op] -= negative_us
+            if opened:
+                own[opened[-1][1]] += negative_us
+            opened.append((start - negative_us, op))
+    return {op: us / steps for op, us in own.items()}
 
 
 def relabel(graph: Sequence[Kernel], eager: Sequence[Kernel], graph_steps: int, eager_steps: int) -> list[Kernel]:
@@ -182,35 +239,32 @@ def layer_times(times: Iterable[OpTime], ratios: Sequence[int]) -> dict[str, flo
     return {name: total[name] / counts.count(name) for name in LAYER_TYPES.values() if name in counts}
 
 
-def forward_us(times: Iterable[OpTime]) -> float:
+def busy_us(times: Iterable[OpTime]) -> float:
     """Microseconds in which the GPU was busy with the model's forward: all but the head, sampling and ``other``."""
-    return sum(time.us for time in times if time.op not in (*HEAD_OPS, _OTHER))
+    return sum(time.us for time in times if _is_forward(time.op))
 
 
-def extrapolate(
-    times: Sequence[OpTime], ratios: Sequence[int], vocabulary: int, measured_us: float
-) -> dict[str, float] | None:
-    """Microseconds of a step of DeepSeek-V4-Flash's 43 layers and vocabulary, by part; None if a layer type is missing.
+def launches(times: Iterable[OpTime]) -> float:
+    """Kernels, copies and fills of the model's forward."""
+    return sum(time.calls for time in times if _is_forward(time.op))
 
-    Layers take what was measured without a profiler, gaps between kernels included, in the proportions of the profile.
-    Everything else runs once, however many layers there are; what grows with the vocabulary is scaled to Flash's.
 
-    Args:
-        times: Of one step.
-        ratios: As for :func:`layer_times`.
-        vocabulary: Of the model that was measured.
-        measured_us: GPU time of the model's forward, measured without a profiler.
-    """
-    layers, busy = layer_times(times, ratios), forward_us(times)
-    if not busy or any(LAYER_TYPES[ratio] not in layers for ratio in FLASH_RATIOS):
-        return None
-    gaps = measured_us / busy
-    parts = {"layers": gaps * sum(layers[LAYER_TYPES[ratio]] for ratio in FLASH_RATIOS)}
-    for time in times:
-        if time.layer is None:
-            scale = FLASH_VOCABULARY / vocabulary if time.op in HEAD_OPS else 1.0 if time.op == _OTHER else gaps
-            parts[time.op] = parts.get(time.op, 0.0) + scale * time.us
-    return parts
+def host_us(host: Mapping[str, float]) -> float:
+    """Microseconds in which the host was busy with the model's forward, by :attr:`Profile.host`."""
+    return sum(us for op, us in host.items() if _is_forward(op) and op != WAITING)
+
+
+def _is_forward(op: str) -> bool:
+    return op not in (*HEAD_OPS, _OTHER)
+
+
+def compare_parts(stock: Iterable[OpTime], aligned: Iterable[OpTime]) -> list[dict[str, Any]]:
+    """The record's ``parts``: all layers together, and every op outside of them."""
+    parts: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for side, times in enumerate((stock, aligned)):
+        for time in times:
+            parts["layers" if time.layer is not None else time.op][side] += time.us
+    return [{"part": name, "stock_us": round(us[0], 1), "aligned_us": round(us[1], 1)} for name, us in parts.items()]
 
 
 def compare_layers(stock: Mapping[str, float], aligned: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -222,24 +276,28 @@ def compare_layers(stock: Mapping[str, float], aligned: Mapping[str, float]) -> 
     ]
 
 
-def compare_ops(stock: Sequence[OpTime], aligned: Sequence[OpTime], *, longest: int = 8) -> list[dict[str, Any]]:
+def compare_ops(stock: Profile, aligned: Profile, *, longest: int = 8) -> list[dict[str, Any]]:
     """The record's ``ops``: a row for each op, all layers together, the largest excess first.
 
     Args:
-        stock: Times of one step of stock.
-        aligned: Times of one step with the hooks.
+        stock: Of stock.
+        aligned: With the hooks.
         longest: So many kernels of each side are listed by name.
     """
-    rows = []
-    for op in dict.fromkeys(time.op for time in (*stock, *aligned)):
-        mine = [[time for time in times if time.op == op] for times in (stock, aligned)]
+    sides, rows = (stock, aligned), []
+    named = [op for side in sides for op in (*(time.op for time in side.times), *side.host)]
+    for op in dict.fromkeys(named):
+        mine = [[time for time in side.times if time.op == op] for side in sides]
         us = [round(sum(time.us for time in times), 2) for times in mine]
         calls = [round(sum(time.calls for time in times), 1) for times in mine]
+        host = [round(side.host.get(op, 0.0), 1) if side.host else None for side in sides]
         rows.append(
             {
                 "op": op,
                 "stock_us": us[0],
                 "aligned_us": us[1],
+                "stock_host_us": host[0],
+                "aligned_host_us": host[1],
                 "calls": calls[1],
                 "stock_calls": calls[0],
                 "stock_kernels": _longest(mine[0], longest),

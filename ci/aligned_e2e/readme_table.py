@@ -11,7 +11,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from .report_view import Compared, Record, comparisons, items, load_report, number, rows_of, text
+from .report_view import Compared, Record, at, comparisons, items, load_report, number, rows_of, text
 
 __all__ = ["END", "REPORT", "START", "block", "main", "rewritten"]
 
@@ -50,6 +50,9 @@ def block(report: Record | None) -> str:
         return "\n".join([*lines, "Speed against stock vLLM: not run.", ""])
     note = text(report, "cost_note") or "GPU time is against the stock side named, whose forward takes less of it."
     by = "by the median over pairs of neighbouring turns (least to most)" if any(map(_ends, cost)) else "of two medians"
+    if (layers := number(report, "cost_model", "layers")) is not None:
+        shared = ", which share the weights of a few" if at(report, "cost_model", "shared") is True else ""
+        lines.append(f"Speed of a model as wide as DeepSeek-V4-Flash with {layers:g} layers{shared}.")
     lines += [f"Tokens/s are against the stock side with more of them, slower {by}.", note, ""]
     lines += [_row("tokens/s", "batch", "stock", "aligned", "slower by", "GPU time of the model")]
     lines += [_row("---", "--:", "--:", "--:", "--:", "--:")]

@@ -57,7 +57,6 @@ PARTS = {
     "cost": "tokens per second against stock",
     "layers": "GPU time by layer type",
     "ops": "GPU time by op",
-    "extrapolated": "GPU time extrapolated to 43 layers",
     "failures": "the list of failures",
 }
 _CPU_PARTS = {
@@ -74,7 +73,7 @@ _ACTORS = {
 }
 _QUICK_PARTS = {"runs": "an engine against its own recomputation", "failures": "the list of failures"}
 PART_OF = {
-    **{"layers": "cost", "ops": "cost", "extrapolated": "cost", "sabotages": "sabotage", "heads": "32 heads"},
+    **{"layers": "cost", "ops": "cost", "sabotages": "sabotage", "heads": "32 heads"},
     **{_ACTORS["a"]: "actor", _ACTORS["b"]: "actor b"},
 }
 """What a report's own list of what was not run calls the part that these belong to, where that is another name."""

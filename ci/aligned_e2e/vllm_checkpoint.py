@@ -19,12 +19,14 @@ import json
 import math
 import multiprocessing
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
+
+from .kernel_times import FLASH_RATIOS, FLASH_VOCABULARY
 
 __all__ = [
     "SIZES",
@@ -34,6 +36,7 @@ __all__ = [
     "iter_tensors",
     "main",
     "make_tensor",
+    "sharing",
     "tensor_specs",
     "write_checkpoint",
 ]
@@ -62,6 +65,8 @@ class CheckpointSize:
         num_hash_layers: Layers, from the first, that route by token id.
         index_heads: Heads of the indexer.
         index_topk: Compressed entries that a query selects: 512, 1024 or 2048.
+        shared: Layers take the weights of others, see :func:`sharing`, and the checkpoint has those of the others only.
+            Whoever loads it has to see to that: config.json says ``attention_of`` and ``ffn_of`` of every layer.
     """
 
     vocab_size: int = 8192
@@ -76,6 +81,7 @@ class CheckpointSize:
     num_hash_layers: int = 1
     index_heads: int = 64
     index_topk: int = 512
+    shared: bool = False
 
     def __post_init__(self) -> None:
         whole = {"hidden_size": 512, "q_lora_rank": 128, "o_lora_rank": 128, "moe_intermediate": 128}
@@ -87,18 +93,53 @@ class CheckpointSize:
         if problems:
             raise ValueError("; ".join(problems))
 
+    @property
+    def attention_of(self) -> tuple[int, ...]:
+        """For each layer the one whose attention, norms and mHC weights it has."""
+        return sharing(self.compress_ratios) if self.shared else tuple(range(len(self.compress_ratios)))
 
+    @property
+    def ffn_of(self) -> tuple[int, ...]:
+        """For each layer the one whose router and experts it has."""
+        hashed = [layer < self.num_hash_layers for layer in range(len(self.compress_ratios))]
+        return sharing(hashed) if self.shared else tuple(range(len(hashed)))
+
+    @property
+    def stored(self) -> tuple[int | None, ...]:
+        """Layers that have weights of their own, after None for what is outside of the layers."""
+        return (None, *sorted({*self.attention_of, *self.ffn_of}))
+
+
+def sharing(kinds: Sequence[Hashable]) -> tuple[int, ...]:
+    """For each layer the one whose weights it takes: the first of its kind whose weights its neighbour does not have.
+
+    Neighbours never share, so that whatever a layer reads was last read before a whole other layer, whose weights are
+    many times a cache, as in a model that shares nothing.
+
+    Args:
+        kinds: Of each layer. Layers of one kind have weights of the same names and shapes.
+    """
+    owners: list[int] = []
+    for layer, kind in enumerate(kinds):
+        known = (owner for owner in dict.fromkeys(owners) if kinds[owner] == kind and owner != owners[-1])
+        owners.append(next(known, layer))
+    return tuple(owners)
+
+
+_SLICE = CheckpointSize(
+    vocab_size=FLASH_VOCABULARY,
+    hidden_size=4096,
+    q_lora_rank=1024,
+    o_lora_rank=1024,
+    moe_intermediate=2048,
+)
 SIZES = {
     "tiny": CheckpointSize(),
-    "slice": CheckpointSize(
-        vocab_size=32768,
-        hidden_size=4096,
-        q_lora_rank=1024,
-        o_lora_rank=1024,
-        moe_intermediate=2048,
-    ),
+    "slice": _SLICE,
+    "flash": dataclasses.replace(_SLICE, compress_ratios=FLASH_RATIOS, num_hash_layers=3, shared=True),
 }
-"""Four layers each. ``tiny``: 1.8 GB. ``slice``: as wide as DeepSeek-V4-Flash, 26 GB."""
+"""``tiny``: four layers, 1.8 GB. ``slice``: four layers as wide as DeepSeek-V4-Flash, 28 GB. ``flash``: all its 43
+layers, which share the weights of four of each: 28 GB too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,7 +166,7 @@ class TensorSpec:
 
 def config_json(size: CheckpointSize) -> dict[str, Any]:
     """The config.json of a checkpoint."""
-    return {
+    config: dict[str, Any] = {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
         "torch_dtype": "bfloat16",
@@ -182,10 +223,13 @@ def config_json(size: CheckpointSize) -> dict[str, Any]:
             "weight_block_size": [_BLOCK, _BLOCK],
         },
     }
+    if size.shared:
+        config |= {"attention_of": [*size.attention_of], "ffn_of": [*size.ffn_of]}
+    return config
 
 
 def tensor_specs(size: CheckpointSize, layer: int | None = None) -> dict[str, TensorSpec]:
-    """Name to spec of every tensor of one layer, or of those outside of the layers (None).
+    """Name to spec of every tensor of one layer, or of those outside of the layers (None), that is its own.
 
     Args:
         size: The model.
@@ -250,7 +294,8 @@ def tensor_specs(size: CheckpointSize, layer: int | None = None) -> dict[str, Te
         fp8(f"{name}.w1", size.moe_intermediate, h)
         fp8(f"{name}.w3", size.moe_intermediate, h)
         fp8(f"{name}.w2", h, size.moe_intermediate, gain=2.0)  # silu(gate) * up is about 0.4
-    return specs
+    own = {True: size.ffn_of[layer] == layer, False: size.attention_of[layer] == layer}
+    return {name: spec for name, spec in specs.items() if own[name.startswith(f"{ffn}.")]}
 
 
 def _compressor(specs: dict[str, TensorSpec], name: str, ratio: int, series: int, dim: int, hidden: int) -> None:
@@ -281,7 +326,7 @@ def iter_tensors(
     size: CheckpointSize, seed: int, *, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every ``(name, tensor)`` of a checkpoint, in the order of its files, made one at a time."""
-    for layer in (None, *range(len(size.compress_ratios))):
+    for layer in size.stored:
         for name, spec in tensor_specs(size, layer).items():
             yield name, make_tensor(name, spec, seed, device)
 
@@ -304,7 +349,7 @@ def write_checkpoint(
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     (root / "config.json").write_text(json.dumps(config_json(size), indent=1) + "\n", encoding="utf-8")
-    layers = (None, *range(len(size.compress_ratios)))
+    layers = size.stored
     write = functools.partial(_write_layer, root, size, seed, device)
     if jobs > 1:
         spawn = multiprocessing.get_context("spawn")  # CUDA cannot be used after a fork
@@ -323,8 +368,7 @@ def _write_layer(
     root: Path, size: CheckpointSize, seed: int, device: torch.device | str, layer: int | None
 ) -> tuple[str, list[str], int]:
     """One file: its name, the names of its tensors, their bytes."""
-    number = 1 if layer is None else layer + 2
-    file = f"model-{number:05d}-of-{len(size.compress_ratios) + 1:05d}.safetensors"
+    file = f"model-{size.stored.index(layer) + 1:05d}-of-{len(size.stored):05d}.safetensors"
     tensors = {name: make_tensor(name, spec, seed, device).cpu() for name, spec in tensor_specs(size, layer).items()}
     save_file(tensors, root / file, metadata={"format": "pt"})
     return file, list(tensors), sum(tensor.nbytes for tensor in tensors.values())

@@ -3,11 +3,12 @@
 ``python -m aligned_e2e.vllm_cost --checkpoint DIR --parts DIR [--limit SECONDS]``. Stock is vLLM with the flag off and
 no plug-in, once with its own choice of expert kernels and once with DeepGEMM's. A workload has two baselines: for
 tokens/s the side with more of them, for GPU time the side whose forward takes less of it; they may be different sides,
-because tokens/s of small steps are bound by the host and drift. All engines live at once and only one works at a time,
-while the others sleep; a workload goes around them many times, forwards and backwards, in short turns of which the
-first steps do not count. Medians are reported, and how far turns were apart; the overhead is the median over pairs of
-neighbouring turns, which drift together. Then each side runs a few steps under a profiler, which gives GPU time by
-layer type and op and, from that, the time of a step of all 43 layers of DeepSeek-V4-Flash.
+because the tokens/s of steps without graphs may be bound by the host. The model has all 43 layers of DeepSeek-V4-Flash,
+which share the weights of a few (:mod:`aligned_e2e.shared_layers`). All engines live at once and only one works at a
+time, while the others sleep; a workload goes around them many times, forwards and backwards, in short turns of which
+the first steps do not count. Medians are reported, and how far turns were apart; the overhead is the median over pairs
+of neighbouring turns, which drift together. Then each side runs a few steps under a profiler, which gives GPU time by
+layer type and op and, of steps without graphs, host time by op. ``--size slice`` measures four layers instead.
 
 The checkpoint is generated if it is not there, while the kernels that need minutes to compile in one process are
 compiled in many. ``PARTS/cost.json`` is written after every workload, so that whatever was measured before ``--limit``
@@ -34,12 +35,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .kernel_times import (
-    FLASH_RATIOS,
-    OpTime,
+    Profile,
+    busy_us,
     compare_layers,
     compare_ops,
-    extrapolate,
-    forward_us,
+    compare_parts,
+    host_us,
+    launches,
     layer_times,
     overhead_percent,
 )
@@ -111,26 +113,28 @@ class Workload:
         return {"kind": self.kind, "batch": self.batch, "length": self.length}
 
 
-CONTEXT = 4096
-"""Tokens of the prompts behind which requests decode: past 4 x index_topk, so that C4 layers select."""
+CONTEXT = 2730
+"""Tokens of the prompts behind which requests decode: past 4 x index_topk = 2,048, so that C4 layers select, and three
+of them are a step of 8,190 tokens. Longer ones would take more of the time than all that is measured."""
 
 # Largest batch first: one filling serves all, and requests are dropped on the way down.
 WORKLOADS = (
-    Workload("decode", "decode", 128, 0, 16, warm=4, profiled=True),
-    Workload("decode", "decode", 32, 0, 24, warm=8, profiled=True),
-    Workload("mixed: one 2k prompt a step", "mixed", 32, 2048, 6),
-    Workload("decode", "decode", 8, 0, 32, warm=8, profiled=True),
-    Workload("decode", "decode", 1, 0, 32, warm=8, profiled=True),
-    Workload("prefill 1k", "prefill", 1, 1024, 8, warm=2, profiled=True),
-    Workload("prefill 1k", "prefill", 8, 1024, 3),
-    Workload("prefill 8k", "prefill", 1, 8192, 3, profiled=True),
+    Workload("decode", "decode", 128, 0, 6, warm=2, profiled=True),
+    Workload("decode", "decode", 32, 0, 8, warm=2, profiled=True),
+    Workload("mixed: one 2k prompt a step", "mixed", 32, 2048, 2, profiled=True),
+    Workload("decode", "decode", 8, 0, 16, warm=3, profiled=True),
+    Workload("decode", "decode", 1, 0, 24, warm=4, profiled=True),
+    Workload("prefill 1k", "prefill", 1, 1024, 3, profiled=True),
+    Workload("prefill 1k", "prefill", 8, 1024, 2),
+    Workload("prefill 8k", "prefill", 1, 8192, 2, profiled=True),
 )
-_MAIN = ("decode", 32)  # whose profile is the record's ``layers``, ``ops`` and ``extrapolated``
+_MAIN = ("decode", 32)  # whose profile is the record's ``layers`` and ``ops``
 
 ROUNDS = 24  # as far as the time goes; even, so that each side goes first as often as last
 _FEWEST = 4
-_PROFILE = 6.0  # seconds that are kept for the profile of a workload
-_MEASURING = 90.0  # seconds that are kept for measuring when an engine does not get ready
+_PROFILE = 9.0  # seconds that are kept for the profile of a workload
+_MEASURING = 170.0  # seconds that are kept for measuring when an engine does not get ready
+_PROFILED_STEPS = 4  # an eager step of 43 layers makes some ten thousand events
 _TURN = 90.0  # no answer takes longer than that, but a start
 _HEAD_START = 45.0  # of those that compile: an engine loads weights for about as long before it needs them
 
@@ -285,14 +289,14 @@ def measure_all(engines: dict[str, Engine], clock: Clock, record: dict[str, Any]
         save()
         if not workload.profiled:
             continue
-        times: dict[str, list[OpTime]] = {}
+        found: dict[str, Profile] = {}
         if clock.left() > _PROFILE:
-            arguments = workload.arguments | {"steps": min(8, workload.steps)}
-            times = each(f"profile of {what}", "profile", **arguments)
-        if _ALIGNED not in times or len(times) < 2:
+            arguments = workload.arguments | {"steps": min(_PROFILED_STEPS, workload.steps)}
+            found = each(f"profile of {what}", "profile", **arguments)
+        if _ALIGNED not in found or len(found) < 2:
             record["not_run"].append({"what": f"profile of {what}", "why": "no time left, or a side is missing"})
             continue
-        _add_profile(workload, row, times, record)
+        _add_profile(workload, row, found, record)
         save()
     if clock.left() > 5:
         copy()
@@ -355,72 +359,59 @@ def _spread(values: Sequence[float]) -> list[float]:
 
 
 def _add_profile(
-    workload: Workload,
-    row: Mapping[str, Any],
-    times: Mapping[str, Sequence[OpTime]],
-    record: dict[str, Any],
+    workload: Workload, row: Mapping[str, Any], found: Mapping[str, Profile], record: dict[str, Any]
 ) -> None:
     """The profile of a workload, against the stock side with the least GPU time of a forward of those that have one."""
-    us, ratios = row["forward_us"], record["model"]["ratios"]
-    stock = min((side for side in times if side != _ALIGNED), key=lambda side: us[side])
-    measured = (us[stock], us[_ALIGNED])
+    us, ratios = row["forward_us"], record["cost_model"]["ratios"]
+    stock = min((side for side in found if side != _ALIGNED), key=lambda side: us[side])
     profile: dict[str, Any] = {
         "workload": workload.name,
         "batch": workload.batch,
         "forward_baseline": stock,
-        "stock_forward_us": measured[0],
-        "aligned_forward_us": measured[1],
-        "forward_us": {side: us[side] for side in times},
+        "stock_forward_us": us[stock],
+        "aligned_forward_us": us[_ALIGNED],
+        "forward_us": {side: us[side] for side in found},
+        "sides": {side: _side(us[side], profile) for side, profile in found.items()},
         "layers_us": {
-            side: {name: round(t, 2) for name, t in layer_times(found, ratios).items()} for side, found in times.items()
+            side: {name: round(t, 2) for name, t in layer_times(profile.times, ratios).items()}
+            for side, profile in found.items()
         },
     }
-    profile |= summarise(times[stock], times[_ALIGNED], ratios, record["model"]["vocabulary"], measured)
+    profile |= summarise(found[stock], found[_ALIGNED], ratios)
     record["profiles"].append(profile)
     if (workload.name, workload.batch) == _MAIN or not record["layers"]:
-        record |= {name: profile[name] for name in ("layers", "ops", "extrapolated")}
-    print(f"    against {stock}: {json.dumps(profile['layers'])}\n    {json.dumps(profile['extrapolated'])}")
+        record |= {name: profile[name] for name in ("layers", "ops")}
+    print(f"    against {stock}: {json.dumps(profile['layers'])}\n    {json.dumps(profile['sides'])}")
     for op in profile["ops"]:
-        print(f"    {op['op']:34} stock {op['stock_us']:9.1f} us  aligned {op['aligned_us']:9.1f} us", flush=True)
+        host = "" if op["stock_host_us"] is None else f"  host {op['stock_host_us']:9.1f}  {op['aligned_host_us']:9.1f}"
+        print(f"    {op['op']:34} stock {op['stock_us']:9.1f} us  aligned {op['aligned_us']:9.1f} us{host}", flush=True)
 
 
-def summarise(
-    stock: Sequence[OpTime],
-    aligned: Sequence[OpTime],
-    ratios: Sequence[int],
-    vocabulary: int,
-    measured_us: tuple[float, float],
-) -> dict[str, Any]:
-    """``layers``, ``ops`` and ``extrapolated`` of one profiled workload.
+def _side(forward_us: float, profile: Profile) -> dict[str, Any]:
+    """One side of a profile. Where the GPU is busy for less than the forward takes, it has waited for the host."""
+    busy = busy_us(profile.times)
+    return {
+        "forward_us": forward_us,
+        "busy_us": round(busy, 1),
+        "busy_percent": round(100 * busy / forward_us, 1),
+        "launches": round(launches(profile.times), 1),
+        "host_us": round(host_us(profile.host), 1) if profile.host else None,
+        "experts": profile.experts,
+    }
+
+
+def summarise(stock: Profile, aligned: Profile, ratios: Sequence[int]) -> dict[str, Any]:
+    """``layers``, ``parts`` and ``ops`` of one profiled workload.
 
     Args:
-        stock: Times of a step of the baseline.
-        aligned: Times of a step with the hooks.
-        ratios: Compress ratio of each layer of the model that was measured.
-        vocabulary: Its vocabulary.
-        measured_us: GPU time of the model's forward without a profiler, on both sides.
+        stock: The baseline.
+        aligned: With the hooks.
+        ratios: Compress ratio of each layer.
     """
-    sides = (stock, aligned)
-    parts = [extrapolate(times, ratios, vocabulary, us) or {} for times, us in zip(sides, measured_us, strict=True)]
-    whole = [sum(found.values()) for found in parts]
     return {
-        "layers": compare_layers(layer_times(stock, ratios), layer_times(aligned, ratios)),
+        "layers": compare_layers(layer_times(stock.times, ratios), layer_times(aligned.times, ratios)),
+        "parts": compare_parts(stock.times, aligned.times),
         "ops": compare_ops(stock, aligned),
-        "forward_busy_us": [round(forward_us(times), 1) for times in sides],
-        "extrapolated": {
-            "layers": len(FLASH_RATIOS),
-            "stock_us": round(whole[0], 1) or None,
-            "aligned_us": round(whole[1], 1) or None,
-            "overhead_percent": overhead_percent(whole[0], whole[1]) if all(whole) else None,
-            "parts": [
-                {
-                    "part": name,
-                    "stock_us": round(parts[0].get(name, 0), 1),
-                    "aligned_us": round(parts[1].get(name, 0), 1),
-                }
-                for name in dict.fromkeys(name for found in parts for name in found)
-            ],
-        },
     }
 
 
@@ -430,7 +421,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", type=Path, required=True, help="generated there unless it is complete")
     parser.add_argument("--parts", type=Path, required=True, help="where cost.json and the logs go")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds for everything")
-    parser.add_argument("--size", default="slice", help="of a checkpoint that is generated")
+    parser.add_argument("--size", default="flash", help="of a checkpoint that is generated")
     arguments = parser.parse_args(argv)
     clock = Clock(arguments.limit - 10)  # the last seconds are for ending the engines
     parts: Path = arguments.parts
@@ -446,7 +437,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "cost": [],
         "layers": [],
         "ops": [],
-        "extrapolated": None,
         "profiles": [],
         "left_out": "contracts and self-tests of the hooks",
         "not_run": [],
@@ -495,7 +485,7 @@ def prepare(
     """
     generator = None
     if not (checkpoint / "model.safetensors.index.json").is_file():
-        command = ["aligned_e2e.vllm_checkpoint", str(checkpoint), "--size", size, "--device", "cuda", "--jobs", "5"]
+        command = ["aligned_e2e.vllm_checkpoint", str(checkpoint), "--size", size, "--device", "cuda", "--jobs", "6"]
         generator = _start(command, parts / "cost-checkpoint.log")
         processes["checkpoint"] = generator
     compilers = {" ".join(job[1:]): _start(job, parts / f"cost-compile-{'-'.join(job[1:])}.log") for job in _jobs()}
@@ -542,9 +532,11 @@ def start(children: dict[str, Child], checkpoint: Path, clock: Clock, record: di
             del waiting[name]
             shown = {key: value for key, value in answer.items() if key != "header"}
             print(f"[{clock.spent():5.0f} s] {name} is ready: {json.dumps(shown)}", flush=True)
-            told = ("start_seconds", "experts", "attention", "async_scheduling", "gpu_gib")
+            told = ("start_seconds", "experts", "attention", "async_scheduling", "gpu_gib", "allocated_gib")
             record["sides"][name] = {key: answer[key] for key in told}
-            record["model"] = {"ratios": answer["ratios"], "vocabulary": answer["vocabulary"]}
+            record["cost_model"] = {
+                key: answer[key] for key in ("layers", "shared", "ratios", "vocabulary", "weights_gib")
+            }
             if "header" in answer:
                 about = answer["header"]
                 record |= {key: about[key] for key in ("gpu", "gpus", "versions", "attestation")}

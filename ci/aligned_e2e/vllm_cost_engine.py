@@ -27,7 +27,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from .kernel_times import Kernel, OpTime, kernels, label, op_times, relabel
+from .kernel_times import Profile, host_times, kernels, label, op_times, relabel
+from .shared_layers import Sharing, check_memory, check_shared, weight_bytes
 from .vllm_engine import header
 
 __all__ = ["SETTINGS", "CostEngine", "activate_untested", "compile_mhc", "compile_product", "main", "serve"]
@@ -42,7 +43,9 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 128,
     # Three engines share the GPU, and each is told the size of its cache.
     "gpu_memory_utilization": 0.2,
-    "kv_cache_memory_bytes": 6 << 30,
+    # A block of 43 layers takes 1.04 MB. 128 requests of 2,730 to 3,200 tokens hold 13 + 6 + 3 + 17 each (compressed
+    # keys, windows, states of C4 and of C128), 5 GB, and 8,192 tokens of prompts another 3,360, 3.5 GB.
+    "kv_cache_memory_bytes": 10 << 30,
     "enable_prefix_caching": False,
     "seed": 0,
     "compilation_config": {"cudagraph_capture_sizes": [1, 8, 32, 128]},
@@ -98,7 +101,12 @@ class CostEngine:
         # It compiles for hundreds of shapes; those of the workloads run before they are timed.
         gpu_worker.kernel_warmup = lambda worker: None
         self.started = started = time.monotonic()
-        self.llm = LLM(model=checkpoint, **(SETTINGS | settings))
+        self.sharing = Sharing.of(checkpoint)
+        with contextlib.ExitStack() as shared:
+            if self.sharing is not None:
+                module = importlib.import_module("vllm.models.deepseek_v4.nvidia.model")
+                shared.enter_context(self.sharing.installed(module))
+            self.llm = LLM(model=checkpoint, **(SETTINGS | settings))
         self.start_seconds = round(time.monotonic() - started, 1)
         self.aligned = aligned
         self.engine = self.llm.llm_engine
@@ -108,25 +116,38 @@ class CostEngine:
         self.running: list[str] = []
         self.modes: Counter[str] = Counter()
         self._eager = False
+        self._layer: int | None = None
         self._forwards: list[tuple[Any, Any]] = []
         self._random = random.Random(0)
         self._number = 0
         self._watch()
 
     def describe(self) -> dict[str, Any]:
-        """What was started: versions, expert kernels, layer types, memory; and, with the hooks, the attestation."""
+        """What was started: versions, expert kernels, layer types, memory; and, with the hooks, the attestation.
+
+        Raises:
+            SharingError: Layers do not share their weights as the checkpoint asks for.
+        """
         import torch
 
+        allocated, weights = torch.cuda.memory_allocated(), weight_bytes(self.model)
+        if self.sharing is not None:
+            check_shared(self._layers(), self.sharing)
+            check_memory(allocated, weights, SETTINGS["kv_cache_memory_bytes"])
         free, total = torch.cuda.mem_get_info()
         method = self._layers()[0].ffn.experts.routed_experts.quant_method
         found = {
             "start_seconds": self.start_seconds,
             "vocabulary": self.vocabulary,
+            "layers": len(self._layers()),
+            "shared": self.sharing is not None,
             "ratios": [0 if layer.attn.compress_ratio == 1 else layer.attn.compress_ratio for layer in self._layers()],
             "experts": f"{getattr(method, 'fp8_backend', None)}, {getattr(method, 'experts_cls', None)}",
             "attention": type(self._layers()[0].attn).__name__,
             "async_scheduling": self.engine.vllm_config.scheduler_config.async_scheduling,
             "gpu_gib": round((total - free) / 2**30, 1),
+            "allocated_gib": round(allocated / 2**30, 1),
+            "weights_gib": round(weights / 2**30, 1),
         }
         if self.aligned:
             os.environ.pop("VLLM_PLUGINS", None)  # it was for vLLM's own processes, and is part of the attestation
@@ -215,35 +236,59 @@ class CostEngine:
         self._step_until(waiting, finished=True)
         return found
 
-    def profile(self, kind: str, batch: int, length: int, steps: int) -> list[OpTime]:
-        """GPU time by layer and op, per step; arguments as for :meth:`measure`.
+    def profile(self, kind: str, batch: int, length: int, steps: int) -> Profile:
+        """GPU time by layer and op, and host time by op, per step; arguments as for :meth:`measure`.
 
         Eager steps tell which layer and op a kernel is of. Where the workload runs in graphs, its times are those of
         replayed steps, which overlap and follow each other as in service.
         """
+        graphs = "NONE" not in self.measure(kind, batch, length, 1)["modes"]
         self._eager = True
         try:
-            with self._ranges():
-                self.measure(kind, batch, length, 1)
-                found = self._trace(kind, batch, length, steps)
+            experts = self._experts(kind, batch, length)
+            eager_steps = 1 if graphs else steps
+            events = self._trace(kind, batch, length, eager_steps)
         finally:
             self._eager = False
-        if "NONE" not in self.measure(kind, batch, length, 1)["modes"]:
-            with self._ranges():
-                replayed = self._trace(kind, batch, length, steps)
-            if 2 * len(replayed) > len(found):  # not every driver lets a profiler see into graphs
-                found = relabel(replayed, found, steps, steps)
-        return op_times(found, steps)
+        found = kernels(events)
+        if not graphs:
+            return Profile(op_times(found, steps), host_times(events, steps), experts)
+        replayed = kernels(self._trace(kind, batch, length, steps))
+        if 2 * len(replayed) * eager_steps > len(found) * steps:  # not every driver lets a profiler see into graphs
+            return Profile(op_times(relabel(replayed, found, steps, eager_steps), steps), {}, experts)
+        return Profile(op_times(found, eager_steps), {}, experts)
 
-    def _trace(self, kind: str, batch: int, length: int, steps: int) -> list[Kernel]:
+    def _experts(self, kind: str, batch: int, length: int) -> float:
+        """Distinct experts of an eager step's tokens in a layer, the mean over layers."""
+        chosen: list[Any] = []
+
+        def noted(select: Callable[..., Any]) -> Callable[..., Any]:
+            def noting(*args: Any, **kwargs: Any) -> Any:
+                result = select(*args, **kwargs)
+                chosen.append(result[1].clone())
+                return result
+
+            return noting
+
+        routers = {id(router): router for router in (layer.ffn.experts.router for layer in self._layers())}
+        with contextlib.ExitStack() as undo:
+            for router in routers.values():
+                _wrap(undo, router, "select_experts", noted)
+            self.measure(kind, batch, length, 1)
+        first = chosen[: len(self._layers())]  # those after it are of steps in which prompts have ended
+        return round(statistics.mean(len(ids.unique()) for ids in first), 1)
+
+    def _trace(self, kind: str, batch: int, length: int, steps: int) -> list[dict[str, Any]]:
+        """Events of a profiler's trace, with ranges."""
         from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        with self._ranges(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
             self.measure(kind, batch, length, steps)
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "trace.json"
             trace.export_chrome_trace(str(path))
-            return kernels(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
+            events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+            return events
 
     def _layers(self) -> list[Any]:
         return list(self.model.model.layers)
@@ -308,39 +353,64 @@ class CostEngine:
 
     @contextlib.contextmanager
     def _ranges(self) -> Iterator[None]:
-        """Name what the host is in, for the trace. Inside of a range that is named, the innermost counts."""
+        """Name what the host is in, for the trace. Inside of a range that is named, the innermost counts.
+
+        Layers may share modules, so that a module's range takes the layer that the host is in when it is called.
+        """
         model, sampler = self.model, self.runner.sampler
         wrapped = [
-            (model.model, "forward", label("mHC head")),  # what is left of it: the last post and the head
-            (model.model.embed_tokens, "forward", label("embedding")),
-            (model.model.norm, "forward", label("final norm")),
-            (model.logits_processor, "forward", label("lm_head")),
-            (sampler, "forward", label("sampling")),
-            (sampler, "compute_logprobs", label("log_softmax")),
+            (model.model, "forward", "mHC head"),  # what is left of it: the last post and the head
+            (model.model.embed_tokens, "forward", "embedding"),
+            (model.model.norm, "forward", "final norm"),
+            (model.logits_processor, "forward", "lm_head"),
+            (sampler, "forward", "sampling"),
+            (sampler, "compute_logprobs", "log_softmax"),
         ]
-        for index, layer in enumerate(self._layers()):
-            name = functools.partial(label, layer=index)
+        for layer in self._layers():
             experts = layer.ffn.experts
             wrapped += [
-                (layer, "forward", name("mHC")),
-                (layer.attn, "forward", name("attention: norms, q, KV insert")),
-                (layer.attn, "attn_gemm_parallel_execute", name("attention: input projections")),
-                (layer.attn, "forward_mqa", name("attention: sparse MLA")),
-                (layer.attn, "_o_proj", name("attention: output projection")),
-                (layer.ffn, "forward", name("experts")),
-                (layer.ffn.gate, "forward", name("router")),
-                (experts.router, "select_experts", name("router")),
-                (layer.ffn.shared_experts, "forward", name("shared experts")),
+                (layer.attn, "forward", "attention: norms, q, KV insert"),
+                (layer.attn, "attn_gemm_parallel_execute", "attention: input projections"),
+                (layer.attn, "forward_mqa", "attention: sparse MLA"),
+                (layer.attn, "_o_proj", "attention: output projection"),
+                (layer.ffn, "forward", "experts"),
+                (layer.ffn.gate, "forward", "router"),
+                (experts.router, "select_experts", "router"),
+                (layer.ffn.shared_experts, "forward", "shared experts"),
             ]
             if layer.attn.compressor is not None:
-                wrapped.append((layer.attn.compressor, "forward", name("compressor")))
+                wrapped.append((layer.attn.compressor, "forward", "compressor"))
             if layer.attn.indexer is not None:
-                wrapped.append((layer.attn.indexer, "forward", name("indexer")))
+                wrapped.append((layer.attn.indexer, "forward", "indexer"))
+        once = {(id(owner), attribute): (owner, attribute, op) for owner, attribute, op in wrapped}
         with contextlib.ExitStack() as undo:
-            for owner, attribute, range_name in wrapped:
-                undo.callback(_restore, owner, attribute, owner.__dict__.get(attribute))
-                setattr(owner, attribute, _in_range(getattr(owner, attribute), range_name))
+            for owner, attribute, op in once.values():
+                _wrap(undo, owner, attribute, functools.partial(self._in_range, op=op))
+            for index, layer in enumerate(self._layers()):
+                _wrap(undo, layer, "forward", functools.partial(self._in_range, op="mHC", layer=index))
             yield
+
+    def _in_range(self, function: Callable[..., Any], op: str, layer: int | None = None) -> Callable[..., Any]:
+        """``function`` in a range of ``op``: of the layer that it is called in, or with ``layer`` a layer itself."""
+        from torch.profiler import record_function
+
+        @functools.wraps(function)
+        def ranged(*args: Any, **kwargs: Any) -> Any:
+            outer = self._layer
+            self._layer = outer if layer is None else layer
+            try:
+                with record_function(label(op, self._layer)):
+                    return function(*args, **kwargs)
+            finally:
+                self._layer = outer
+
+        return ranged
+
+
+def _wrap(undo: contextlib.ExitStack, owner: Any, attribute: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a method of one object, until ``undo`` ends."""
+    undo.callback(_restore, owner, attribute, owner.__dict__.get(attribute))
+    setattr(owner, attribute, wrapper(getattr(owner, attribute)))
 
 
 def _restore(owner: Any, attribute: str, own: Any) -> None:
@@ -349,17 +419,6 @@ def _restore(owner: Any, attribute: str, own: Any) -> None:
         delattr(owner, attribute)
     else:
         setattr(owner, attribute, own)
-
-
-def _in_range(function: Callable[..., Any], range_name: str) -> Callable[..., Any]:
-    from torch.profiler import record_function
-
-    @functools.wraps(function)
-    def ranged(*args: Any, **kwargs: Any) -> Any:
-        with record_function(range_name):
-            return function(*args, **kwargs)
-
-    return ranged
 
 
 def serve(connection: Connection, make_engine: Callable[..., Any]) -> None:

@@ -113,10 +113,10 @@ EXTRA_PARTS: dict[str, ExtraPart] = {
     "cost": ExtraPart(
         "vllm_cost",
         lambda weights, parts, jobs, limit: (
-            *("--checkpoint", str(weights / "slice"), "--parts", str(parts), "--limit", f"{limit - 20:.0f}"),
+            *("--checkpoint", str(weights / "flash"), "--parts", str(parts), "--limit", f"{limit - 20:.0f}"),
         ),
         hooks="inert",
-        keys=("cost", "layers", "ops", "extrapolated", "profiles", "copy_gb_s", "sides", "waited"),
+        keys=("cost", "cost_model", "layers", "ops", "profiles", "copy_gb_s", "sides", "waited"),
         required=False,
         alone=True,
         weights=(),

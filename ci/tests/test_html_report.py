@@ -89,7 +89,7 @@ def full() -> dict[str, Any]:
                    for t, s, a in (("window", 210.0, 214.4), ("C4", 318.2, 322.9), ("C128", 288.0, 290.1),
                                    ("head and log-softmax", 96.0, 88.5))],
         "ops": [{"op": op, "stock_us": 20.0 + i, "aligned_us": 22.5 - i, "calls": 3} for i, op in enumerate(_OPS)],
-        "extrapolated": {"layers": 43, "stock_us": 12800.0, "aligned_us": 13010.0, "overhead_percent": 1.6},
+        "cost_model": {"layers": 43, "shared": True, "ratios": [0, 4], "vocabulary": 129280, "weights_gib": 26.5},
         "attestations": {e: _attestation("ab" * 32) for _, e in _SCHEDULES}
         | {"stock": _attestation("cd" * 32, aligned=False)},
         "parts": [{"part": "graphs", "seconds": 88.1, "date": "2000-01-01", "command": "python -m something graphs"}],
@@ -213,14 +213,14 @@ def test_whatever_is_missing_is_named_and_nothing_is_green(full: dict[str, Any])
     names = {"runs": "rollout schedules", "actors": "actors", "reload": "weight reload", "two_gpus": "two GPUs",
              "sabotages": "faults on purpose", "off": "flag unset", "coverage": "coverage of the run",
              "stock": "stock vLLM", "cost": "tokens per second", "layers": "layer type", "ops": "GPU time by op",
-             "extrapolated": "extrapolated", "heads": "32 heads", "failures": "the list of failures"}  # fmt: skip
+             "heads": "32 heads", "failures": "the list of failures"}  # fmt: skip
     full["not_run"].append({"what": "cost", "why": "the clock ran out"})
     for key, name in names.items():
         page = _page({k: v for k, v in full.items() if k != key})
         (verdict,) = page.by_class("verdict")
         assert verdict["class"] == "verdict open", key
         assert name in page.text.split("of the profile:")[1].split("schedules of the same")[0], key
-        if key in ("cost", "layers", "ops", "extrapolated"):  # one part records them all
+        if key in ("cost", "layers", "ops"):  # one part records them all
             assert page.text.count("the clock ran out") == 1, key
 
 
@@ -322,27 +322,32 @@ def test_cost_above_the_goal_is_red(full: dict[str, Any]) -> None:
 
 
 def test_every_profile_has_its_tables(full: dict[str, Any]) -> None:
-    """One step in each: GPU time, the whole model by part, layer types and ops; and how far turns were apart."""
+    """One step in each: GPU time, by part, against the host, layer types and ops; and how far turns were apart."""
     page = _page(full)  # a report with one profile and no list of them
     assert "one step: layer types, and what each op adds or saves" in page.text
     names = ("layers", "lm_head", "final norm", "log_softmax", "sampling", "other")
     parts = [{"part": name, "stock_us": 1200.0 + i, "aligned_us": 1300.0 + i} for i, name in enumerate(names)]
     full["profiles"] = [
         {"workload": "decode", "batch": batch, "stock_forward_us": 1000.0, "aligned_forward_us": 1000.0 + 10 * batch,
-         "layers": full["layers"], "ops": full["ops"], "extrapolated": full["extrapolated"] | {"parts": parts}}
+         "layers": full["layers"], "ops": full["ops"], "parts": parts, "sides": {
+             "stock": {"forward_us": 1000.0, "busy_us": 912.0, "busy_percent": 91.2, "launches": 2718.0,
+                       "host_us": None, "experts": 43.6}}}
         for batch in (1, 8)
     ]  # fmt: skip
+    full["profiles"][1]["sides"]["aligned"] = full["profiles"][1]["sides"]["stock"] | {"host_us": 7654.3}
+    full["profiles"][1]["ops"] = [row | {"stock_host_us": 3.0, "aligned_host_us": 1111.0} for row in full["ops"]]
     for row in full["cost"]:
         row |= {"stock_spread": [7.0, 8.0, 9.0], "aligned_spread": [6.0, 7.0, 8.0], "overhead_spread": [-1.0, 0.5, 2.0]}
     page = _page(full)
     for batch, percent in ((1, "+1.0 %"), (8, "+8.0 %")):
         assert f"decode, batch {batch}: layer types, and what each op adds or saves" in page.text
         assert percent in page.text
-    for shown in ("7 to 9", "6 to 8", "-1.0 to +2.0", "12,800 → 13,010", "1,201 → 1,301", "1,203 → 1,303"):
+    for shown in ("7 to 9", "6 to 8", "-1.0 to +2.0", "1,201 → 1,301", "1,203 → 1,303", "91 %", "2,718",
+                  "graph", "7,654", "44", "3 → 1,111", "with 43 layers, which share", "26.5 GiB"):  # fmt: skip
         assert shown in page.text
-    assert page.text.count("lm_head") == 2  # said once, and the head of its column
-    del full["profiles"][0]["extrapolated"]["parts"][1]
-    assert "not run" in _page(full).text.split("Extrapolated to the whole model")[1]
+    assert page.text.count("lm_head") == 1  # the head of its column
+    del full["profiles"][0]["parts"][1]
+    assert "not run" in _page(full).text.split("The same by part")[1].split("GPU and host")[0]
 
 
 def test_a_gpu_time_names_its_stock_side_and_says_when_it_had_no_rival(full: dict[str, Any]) -> None:
@@ -435,6 +440,7 @@ def test_readme_table_counts_and_names_what_is_missing(full: dict[str, Any]) -> 
     assert "| schedules of the same requests | 8 | 19,968 | 0 |" in block(full)
     assert "| decode | 32 | 3,200 | 3,065 | +4.4 % | not run |" in block(full)
     assert "Faults on purpose caught: 7 of 7; failures: 0." in block(full)
+    assert "with 43 layers, which share the weights of a few.\nTokens/s are against" in block(full)
     full["runs"][2]["tokens_different"] = 5
     full["two_gpus"][0] = {
         "name": "expert parallel 2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,34 @@ def test_real_sizes_name_what_the_real_model_has() -> None:
         config = config_json(size)
         assert config["num_hidden_layers"] < len(config["compress_ratios"])
         assert 4 in config["compress_ratios"]
+
+
+def test_layers_that_share_are_in_the_checkpoint_once(tmp_path: Path) -> None:
+    size = dataclasses.replace(SMALL, compress_ratios=(0, 0, 4, 128, 4, 128), num_hash_layers=3, shared=True)
+    write_checkpoint(tmp_path, size, seed=1)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == len(size.stored) == 6
+    parts = {tuple(name.split(".")[1:3]) for name in index["weight_map"] if name.startswith("layers.")}
+    assert {layer for layer, part in parts if part == "ffn"} == {"0", "1", "3", "4"}
+    assert {layer for layer, part in parts if part == "attn"} == {"0", "1", "2", "3"}
+    assert {layer for layer, part in parts if part == "ffn_norm"} == {"0", "1", "2", "3"}
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["num_hash_layers"]) == (6, 3)
+    assert (config["attention_of"], config["ffn_of"]) == ([0, 1, 2, 3, 2, 3], [0, 1, 0, 3, 4, 3])
+    alone = dict(iter_tensors(SMALL, seed=1))
+    for name, tensor in iter_tensors(size, seed=1):  # the same bits, whoever shares them
+        if name in alone and alone[name].shape == tensor.shape and alone[name].dtype == tensor.dtype:
+            assert_bitwise_equal(tensor, alone[name], name)
+    assert "attention_of" not in config_json(SMALL)
+
+
+def test_the_whole_model_is_that_of_flash_and_takes_the_memory_of_four_layers() -> None:
+    flash = SIZES["flash"]
+    config = config_json(flash)
+    assert (config["num_hidden_layers"], config["num_hash_layers"], config["vocab_size"]) == (43, 3, 129280)
+    count = sum(math.prod(spec.shape) * spec.dtype.itemsize for n in flash.stored
+                for spec in tensor_specs(flash, n).values())  # fmt: skip
+    assert 28e9 < count < 29e9
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others(tensors: dict[str, torch.Tensor]) -> None:

@@ -17,20 +17,26 @@ import torch
 from aligned_e2e import vllm_cost, vllm_cost_engine
 from aligned_e2e.kernel_times import (
     FLASH_RATIOS,
+    WAITING,
     Kernel,
     OpTime,
+    Profile,
+    busy_us,
     compare_layers,
     compare_ops,
-    extrapolate,
-    forward_us,
+    compare_parts,
+    host_times,
+    host_us,
     kernels,
     label,
+    launches,
     layer_times,
     op_times,
     overhead_percent,
     relabel,
 )
 from aligned_e2e.report_view import with_baselines
+from aligned_e2e.shared_layers import SharingError
 from aligned_e2e.vllm_cost import WORKLOADS, Child, Clock, Side, SideError, cost_row, measure_all, share_of
 
 
@@ -106,6 +112,51 @@ class TestTrace:
         more = relabel([*graph, *step(9, a=other)], eager, 1, 2)
         assert [(kernel.layer, kernel.op) for kernel in more if kernel.name == "a"] == [other] * 3
 
+    def test_host_time_is_of_the_innermost_range_and_waiting_is_apart(self):
+        def in_thread(tid, *made):
+            return [one | {"tid": tid} for one in made]
+
+        events = [
+            *in_thread(
+                1,
+                event("user_annotation", label("mHC", 0), 0, 100),
+                event("user_annotation", label("experts", 0), 20, 40),
+                event("user_annotation", label("router", 0), 25, 10),
+                event("user_annotation", label("mHC", 1), 100, 50),
+                event("user_annotation", label("lm_head"), 200, 7),
+                event("user_annotation", "somebody else's", 0, 1000),
+                event("cuda_runtime", "cudaStreamSynchronize", 110, 30, 8),
+                event("cuda_runtime", "cudaEventSynchronize", 160, 30, 9),  # between steps
+                event("cuda_runtime", "cudaLaunchKernel", 30, 3, 1),
+                event("cpu_op", "aten::mm", 30, 5),
+            ),
+            *in_thread(2, event("cuda_runtime", "cudaDeviceSynchronize", 21, 500, 10)),
+        ]
+        found = host_times(events, 2)
+        assert found == {"mHC": 40, "experts": 15, "router": 5, WAITING: 15, "lm_head": 3.5}
+        assert host_us(found) == 60  # of the forward, in which the host does something
+
+    def test_ranges_of_all_layers_are_told_apart(self):
+        """43 layers, whose kernels have the same names, replayed and eager."""
+
+        def step(at, layer_of, op_of):
+            return [
+                part
+                for index in range(43)
+                for part in (
+                    Kernel(at + 10 * index, at + 10 * index + 5, "gemm", layer_of(index), op_of("experts")),
+                    Kernel(at + 10 * index + 5, at + 10 * index + 9, "pre", layer_of(index), op_of("mHC")),
+                )
+            ]
+
+        eager = step(0, lambda index: index, lambda op: op)
+        graph = [kernel for at in (0, 1000, 2000) for kernel in step(at, lambda index: None, lambda op: "other")]
+        found = op_times(relabel(graph, eager, 3, 1), 3)
+        assert {(time.layer, time.op, time.us, time.calls) for time in found} == {
+            (index, op, us, 1) for index in range(43) for op, us in (("experts", 5), ("mHC", 4))
+        }
+        assert layer_times(found, FLASH_RATIOS) == {"window only": 9, "C4": 9, "C128": 9}
+
 
 RATIOS = (0, 4, 128)
 
@@ -124,22 +175,18 @@ class TestTables:
         assert FLASH_RATIOS[:5] == (0, 0, 4, 128, 4)
         assert FLASH_RATIOS[-1] == 4
 
-    def test_extrapolation_counts_layers_and_scales_what_grows_with_the_vocabulary(self):
-        step = times((10.0, 100.0, 1000.0), embedding=5.0, lm_head=7.0, other=3.0, log_softmax=1.0)
-        forward = 2 * 10 + 21 * 100 + 20 * 1000 + 5
-        assert forward_us(step) == 1115
-        once = {"embedding": 5, "lm_head": 7, "other": 3, "log_softmax": 1}
-        assert extrapolate(step, RATIOS, 129280, 1115.0) == {"layers": forward - 5} | once
-        assert extrapolate(step, RATIOS, 129280 // 4, 1115.0) == {"layers": forward - 5} | once | {
-            "lm_head": 28, "log_softmax": 4
-        }  # fmt: skip
-        # As much again in gaps, which are within the forward.
-        assert extrapolate(step, RATIOS, 129280, 2230.0) == {"layers": 2 * forward - 10} | once | {"embedding": 10}
-        # Two layers of a type count as one, and the model's own layers have no part in what runs once.
-        four = times((10.0, 90.0, 1000.0, 110.0), embedding=5.0, lm_head=7.0, other=3.0, log_softmax=1.0)
-        assert extrapolate(four, (0, 4, 128, 4), 129280, 1215.0) == {"layers": forward - 5} | once
-        assert extrapolate(step, (0, 4, 4), 129280, 1115.0) is None
-        assert extrapolate(times((0.0, 0.0, 0.0)), RATIOS, 129280, 1115.0) is None
+    def test_the_forward_is_all_but_the_head_sampling_and_other(self):
+        step = times((10.0, 100.0, 1000.0), embedding=5.0, lm_head=7.0, other=3.0, log_softmax=1.0, sampling=2.0)
+        assert busy_us(step) == 1115
+        assert launches(step) == 4
+
+    def test_parts_are_all_layers_together_and_each_op_outside(self):
+        rows = compare_parts(times((10.0, 20.0), lm_head=7.0), times((11.0, 21.0), lm_head=6.0, sampling=2.0))
+        assert [(row["part"], row["stock_us"], row["aligned_us"]) for row in rows] == [
+            ("layers", 30, 32),
+            ("lm_head", 7, 6),
+            ("sampling", 0, 2),
+        ]
 
     def test_layers_of_a_type_are_averaged(self):
         assert layer_times(times((10.0, 100.0, 200.0)), (0, 4, 4)) == {"window only": 10, "C4": 150}
@@ -149,13 +196,22 @@ class TestTables:
     def test_ops_are_listed_by_excess_with_their_longest_kernels(self):
         stock = [OpTime(0, "a", "x", 5, 1), OpTime(1, "a", "y", 6, 2), OpTime(None, "b", "z", 50, 1)]
         aligned = [OpTime(0, "a", "x", 40, 1), OpTime(None, "b", "z", 20, 1), OpTime(None, "c", "w", 4, 1)]
-        rows = compare_ops(stock, aligned, longest=1)
+        rows = compare_ops(Profile(stock, {}, 6), Profile(aligned, {}, 6), longest=1)
         assert [(r["op"], r["stock_us"], r["aligned_us"], r["calls"], r["stock_calls"]) for r in rows] == [
             ("a", 11, 40, 1, 3),
             ("c", 0, 4, 1, 0),
             ("b", 50, 20, 1, 1),
         ]
         assert rows[0]["stock_kernels"] == [["y", 6, 2]]
+        assert {(row["stock_host_us"], row["aligned_host_us"]) for row in rows} == {(None, None)}  # replayed
+
+    def test_ops_have_their_host_time_where_no_graph_was_replayed(self):
+        step = [OpTime(0, "a", "x", 5, 1)]
+        rows = compare_ops(Profile(step, {"a": 7.0, WAITING: 3.0}, 6), Profile(step, {"a": 9.0}, 6))
+        assert [(row["op"], row["stock_host_us"], row["aligned_host_us"], row["calls"]) for row in rows] == [
+            ("a", 7, 9, 1),
+            (WAITING, 3, 0, 0),
+        ]
 
     def test_overhead_is_of_time(self):
         assert overhead_percent(100, 105) == 5
@@ -179,7 +235,8 @@ class Engine:
             return {"tokens": tokens, "seconds": tokens / self.speed, "forward_us": self.us, "forwards": 1,
                     "modes": {"FULL": 1}}  # fmt: skip
         if name == "profile":
-            return times((self.us / 10,) * 3, lm_head=1.0)
+            host = {} if arguments["kind"] == "decode" else {"experts": self.us, "lm_head": 1.0}
+            return Profile(times((self.us / 10,) * 3, lm_head=1.0), host, 6.0)
         return 4000.0
 
 
@@ -189,7 +246,7 @@ def run(limit=400.0, us=None, **fails):
     engines = {name: Engine(name, speed, asked, now, fails.get(name.replace(" ", "_"), ()), (us or {}).get(name))
                for name, speed in speeds.items()}  # fmt: skip
     record = {name: [] for name in ("cost", "layers", "profiles", "not_run", "copy_gb_s")}
-    record["model"] = {"ratios": RATIOS, "vocabulary": 1}
+    record["cost_model"] = {"ratios": RATIOS}
     measure_all(engines, Clock(limit, lambda: now[0]), record, lambda: json.dumps(record))
     return record, asked
 
@@ -232,7 +289,7 @@ class TestTurns:
             assert (profile["forward_baseline"], profile["stock_forward_us"]) == ("stock", 4000)
             assert profile["layers"][0]["stock_us"] == profile["layers_us"]["stock"]["window only"] == 400
             assert profile["layers_us"]["stock deep_gemm"]["window only"] == 800
-            assert profile["extrapolated"]["overhead_percent"] > 0
+            assert profile["sides"]["stock"]["busy_us"] == 1200
         assert "cost_note" not in with_baselines(record)
         record, _ = run(us=us, stock=("profile",))  # the other stock side is named instead, and that it is alone
         assert {profile["forward_baseline"] for profile in record["profiles"]} == {"stock deep_gemm"}
@@ -245,16 +302,24 @@ class TestTurns:
             (w.name, w.batch) for w in WORKLOADS if w.profiled
         ]
         assert record["layers"][0] == {"layer_type": "window only", "stock_us": 500.0, "aligned_us": 625.0}
-        assert record["extrapolated"]["layers"] == 43
-        assert 0 < record["extrapolated"]["overhead_percent"] < 25  # the vocabulary's part is equal on both sides
         assert {row["op"] for row in record["ops"]} == {"experts", "lm_head"}
         for profile in record["profiles"]:
-            parts = {row["part"]: row for row in profile["extrapolated"]["parts"]}
-            assert parts.keys() == {"layers", "lm_head"}
-            assert profile["extrapolated"]["stock_us"] == sum(row["stock_us"] for row in parts.values())
-        assert {("decode", batch) for batch in (1, 8, 32, 128)} | {("prefill 1k", 1), ("prefill 8k", 1)} == {
+            assert [row["part"] for row in profile["parts"]] == ["layers", "lm_head"]
+        wanted = {("mixed: one 2k prompt a step", 32), ("prefill 1k", 1), ("prefill 8k", 1)}
+        assert {("decode", batch) for batch in (1, 8, 32, 128)} | wanted == {
             (profile["workload"], profile["batch"]) for profile in record["profiles"]
         }
+
+    def test_where_the_gpu_waits_for_the_host_the_profile_says_so(self):
+        record, _ = run(us={"stock": 4000.0, "stock deep_gemm": 8000.0, "aligned": 5000.0})
+        for profile in record["profiles"]:
+            side = profile["sides"]["aligned"]
+            assert (side["forward_us"], side["busy_us"], side["busy_percent"]) == (5000, 1500, 30)
+            assert (side["launches"], side["experts"]) == (3, 6)
+            eager = profile["workload"] != "decode"
+            assert side["host_us"] == (5000 if eager else None)  # without the head's
+            row = next(row for row in profile["ops"] if row["op"] == "experts")
+            assert (row["stock_host_us"], row["aligned_host_us"]) == ((4000, 5000) if eager else (None, None))
 
     def test_requests_are_dropped_on_the_way_down(self):
         _, asked = run()
@@ -499,6 +564,7 @@ class Part(torch.nn.Module):
 
 
 def stand_in_model():
+    """Three layers, of which the last has the experts of the first."""
     layers = []
     for ratio in (1, 4, 128):
         layer, attention, ffn = Part(), Part(), Part()
@@ -508,8 +574,8 @@ def stand_in_model():
         for name in ("attn_gemm_parallel_execute", "forward_mqa", "_o_proj"):
             setattr(type(attention), name, lambda self, x: x)
         ffn.gate, ffn.shared_experts, ffn.experts = Part(), Part(), Part()
-        ffn.experts.router = types.SimpleNamespace(select_experts=lambda x: x)
-        layer.attn, layer.ffn = attention, ffn
+        ffn.experts.router = types.SimpleNamespace(select_experts=lambda x: (x, x.int()))
+        layer.attn, layer.ffn = attention, layers[0].ffn if len(layers) == 2 else ffn
         layers.append(layer)
     model = Part()
     model.config = types.SimpleNamespace(vocab_size=1000)
@@ -520,8 +586,9 @@ def stand_in_model():
 
 
 @pytest.fixture
-def cost_engine(monkeypatch):
+def cost_engine(monkeypatch, tmp_path, request):
     """A ``CostEngine`` whose vLLM and whose GPU are stand-ins."""
+    model = stand_in_model()
 
     class Sampler(Part):
         compute_logprobs = staticmethod(lambda x: x)
@@ -532,19 +599,40 @@ def cost_engine(monkeypatch):
         modes.append(arguments.get("valid_modes"))
         return types.SimpleNamespace(name="FULL" if made.graphs and modes[-1] is None else "NONE"), None
 
+    def forward():
+        for number, layer in enumerate(model.model.layers):
+            layer.ffn.experts.router.select_experts(torch.arange(8).clamp(max=3 + number))
+
     runner = types.SimpleNamespace(
-        _model_forward=lambda: None,
+        _model_forward=forward,
         cudagraph_dispatcher=types.SimpleNamespace(dispatch=dispatch),
         sampler=Sampler(),
-        get_model=stand_in_model,
+        get_model=lambda: model,
     )
     engine = StandInEngine(runner)
     worker = types.SimpleNamespace(worker=types.SimpleNamespace(model_runner=runner))
     core = types.SimpleNamespace(model_executor=types.SimpleNamespace(driver_worker=worker))
     engine.engine_core = types.SimpleNamespace(engine_core=core)
-    names = ("vllm", "vllm.config", "vllm.sampling_params", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu_worker")
+    models = "vllm.models.deepseek_v4.nvidia.model"
+    names = (
+        "vllm",
+        models,
+        "vllm.config",
+        "vllm.sampling_params",
+        "vllm.v1",
+        "vllm.v1.worker",
+        "vllm.v1.worker.gpu_worker",
+    )
     modules = {name: types.ModuleType(name) for name in names}
-    modules["vllm"].LLM = lambda model, **settings: types.SimpleNamespace(llm_engine=engine)
+    modules[models].DeepseekV4DecoderLayer = type("Layer", (), {"__init__": lambda layer, prefix: None})
+    modules[models].DeepseekV4MoE = None
+    own = modules[models].DeepseekV4DecoderLayer.__init__
+
+    def start(model, **settings):
+        shared = modules[models].DeepseekV4DecoderLayer.__init__ is not own
+        return types.SimpleNamespace(llm_engine=engine, shared=shared)
+
+    modules["vllm"].LLM = start
     modules["vllm"].SamplingParams = types.SimpleNamespace
     modules["vllm.sampling_params"].RequestOutputKind = types.SimpleNamespace(DELTA=1)
     modules["vllm.config"].CUDAGraphMode = types.SimpleNamespace(NONE="none")
@@ -553,13 +641,41 @@ def cost_engine(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", Clocked)
-    made = vllm_cost_engine.CostEngine("checkpoint", {}, aligned=False)
+    (tmp_path / "config.json").write_text(json.dumps(getattr(request, "param", {})))
+    made = vllm_cost_engine.CostEngine(str(tmp_path), {}, aligned=False)
     made.asked_modes, made.graphs = modes, True
     return made
 
 
 class TestEngine:
     """``CostEngine`` on stand-ins."""
+
+    @pytest.mark.parametrize(
+        "cost_engine", [{}, {"attention_of": [0, 1, 2], "ffn_of": [0, 1, 0]}], indirect=True, ids=["own", "shared"]
+    )
+    def test_layers_share_where_the_checkpoint_says_so_and_it_is_checked(self, cost_engine, monkeypatch):
+        shared = cost_engine.sharing is not None
+        assert cost_engine.llm.shared is shared
+        method = types.SimpleNamespace(fp8_backend="b", experts_cls="c")
+        layers = cost_engine.model.model.layers
+        layers[0].ffn.experts.routed_experts = types.SimpleNamespace(quant_method=method)
+        for layer in layers[:2]:
+            layer.ffn.w13 = torch.nn.Parameter(torch.zeros(2**18))
+        cost_engine.engine.vllm_config = types.SimpleNamespace(
+            scheduler_config=types.SimpleNamespace(async_scheduling=True)
+        )
+        caches = vllm_cost_engine.SETTINGS["kv_cache_memory_bytes"]
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**32))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: caches + 2**21)
+        found = cost_engine.describe()
+        assert (found["layers"], found["ratios"], found["gpu_gib"]) == (3, [0, 4, 128], 3)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: caches + (6 << 30))
+        with pytest.raises(SharingError, match="copy") if shared else contextlib.nullcontext():
+            cost_engine.describe()
+        layers[2].ffn = Part()
+        layers[2].ffn.w13 = torch.nn.Parameter(torch.zeros(2**18))
+        with pytest.raises(SharingError, match=r"layer 2 has ffn\.w13") if shared else contextlib.nullcontext():
+            cost_engine.describe()
 
     @pytest.mark.parametrize("asynchronous", [False, True])
     def test_filling_keeps_the_steps_of_stock_at_the_sizes_that_are_compiled(self, cost_engine, asynchronous):
@@ -603,12 +719,24 @@ class TestEngine:
 
         monkeypatch.setattr(torch.profiler, "record_function", record_function)
         x = torch.zeros(1)
-        layer = cost_engine.model.model.layers[1]
+        layers = cost_engine.model.model.layers
+        layer = layers[1]
+
+        def forward(x):
+            """As a decoder layer's: its parts are called while it is."""
+            layer.attn(x), layer.attn.forward_mqa(x), layer.attn.indexer(x), layer.ffn.gate(x)
+            return layer.ffn.experts.router.select_experts(x), layer.ffn.shared_experts(x)
+
+        layer.forward = forward
+        for number in (0, 2):
+            layers[number].forward = lambda x, number=number: layers[number].ffn(x)
         with cost_engine._ranges():
-            layer(x), layer.attn(x), layer.attn.forward_mqa(x), layer.attn.indexer(x), layer.ffn.gate(x)
-            layer.ffn.experts.router.select_experts(x), layer.ffn.shared_experts(x)
+            layers[0](x), layer(x), layers[2](x)
             cost_engine.model.logits_processor(x), cost_engine.runner.sampler.compute_logprobs(x)
+        assert layers[0].ffn is layers[2].ffn
         assert seen == [
+            label("mHC", 0),
+            label("experts", 0),
             label("mHC", 1),
             label("attention: norms, q, KV insert", 1),
             label("attention: sparse MLA", 1),
@@ -616,12 +744,15 @@ class TestEngine:
             label("router", 1),
             label("router", 1),
             label("shared experts", 1),
+            label("mHC", 2),
+            label("experts", 2),  # once, and of the layer that it is called in
             label("lm_head"),
             label("log_softmax"),
         ]
         seen.clear()
-        layer(x), layer.attn.forward_mqa(x), layer.ffn.experts.router.select_experts(x)
+        layers[0](x), layer(x)
         assert seen == []
+        assert layer.forward is forward
 
     def test_a_profile_has_the_times_of_graphs_and_the_ranges_of_eager_steps(self, cost_engine, monkeypatch):
         eager = [
@@ -629,10 +760,11 @@ class TestEngine:
             *kernel("k", 1, 20, 80, 1),
             *kernel("k", 2, 99, 80, 2),
         ]
+        step = eager[:3]
         graph = [*kernel("k", 1, 20, 8, 1), *kernel("k", 2, 30, 8, 2)]
-        traces = [eager, graph, eager]
+        traces = [step, graph, eager]
 
-        class Profile:
+        class Tracing:
             def __init__(self, activities):
                 pass
 
@@ -646,13 +778,17 @@ class TestEngine:
                 with open(path, "w") as file:
                     json.dump({"traceEvents": traces.pop(0)}, file)
 
-        monkeypatch.setattr(torch.profiler, "profile", Profile)
+        monkeypatch.setattr(torch.profiler, "profile", Tracing)
         cost_engine.fill(1, 4096)
         cost_engine.asked_modes.clear()
-        assert cost_engine.profile("decode", 1, 0, 2) == [OpTime(0, "mHC", "k", us=8, calls=1)]
-        assert cost_engine.asked_modes == [{"none"}] * 3 + [None] * 3
+        # Layers of 8 tokens choose among 0 to 3, to 4, to 5.
+        replayed = Profile([OpTime(0, "mHC", "k", us=8, calls=1)], {}, experts=5)
+        assert cost_engine.profile("decode", 1, 0, 2) == replayed
+        assert cost_engine.asked_modes == [None] + [{"none"}] * 2 + [None] * 2
         cost_engine.graphs = False  # prompts are too long for any graph
-        assert cost_engine.profile("prefill", 1, 4096, 2) == [OpTime(0, "mHC", "k", us=79.5, calls=1)]
+        whole = [OpTime(0, "mHC", "k", us=79.5, calls=1)]
+        assert cost_engine.profile("prefill", 1, 4096, 2) == Profile(whole, {"mHC": 49.5}, experts=5)
         assert traces == []
-        cost_engine.graphs, traces[:] = True, [eager, []]  # graphs that hide their kernels
-        assert cost_engine.profile("decode", 1, 0, 2) == [OpTime(0, "mHC", "k", us=79.5, calls=1)]
+        cost_engine.graphs, traces[:] = True, [step, []]  # graphs that hide their kernels
+        assert cost_engine.profile("decode", 1, 0, 2) == Profile([OpTime(0, "mHC", "k", us=80, calls=1)], {}, 5)
+        assert traces == []

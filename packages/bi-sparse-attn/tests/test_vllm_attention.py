@@ -13,7 +13,7 @@ from bi_kernels.arch import Arch
 from bi_kernels.runtime.errors import HookError
 from bi_kernels.testing import assert_bitwise_equal
 from bi_sparse_attn import SparseCapacity
-from bi_sparse_attn.vllm_attention import batch_invariant_class, select_attention_class
+from bi_sparse_attn.vllm_attention import _PrefillStep, batch_invariant_class, select_attention_class
 
 
 def layer(ratio=4, **changes):
@@ -110,3 +110,24 @@ def test_kv_scores_and_head_weights_are_fixed_order_products(fake_vllm):
     assert_bitwise_equal(index_score, fixed_order_mm(x, mine.indexer.compressor.fused_wkv_wgate.weight))
     # vLLM's kernels read bfloat16 head weights: rounded once, after the float32 sum.
     assert_bitwise_equal(weights, fixed_order_mm(x, mine.indexer.weights_proj.weight).bfloat16())
+
+
+def test_the_layers_of_a_step_share_its_places_and_have_areas_of_their_own(fake_vllm):
+    window = SimpleNamespace(
+        num_decodes=1,
+        num_prefills=3,
+        num_decode_tokens=1,
+        query_start_loc_cpu=torch.tensor([0, 1, 3, 6, 8]),
+        token_to_req_indices=torch.tensor([0, 1, 1, 2, 2, 2, 3, 3, 0], dtype=torch.int32),  # the last one is padding
+        prefill_seq_lens=torch.tensor([2, 203, 52], dtype=torch.int32),
+        prefill_gather_lens=torch.tensor([2, 130, 52], dtype=torch.int32),
+    )
+    step = _PrefillStep.of(window)
+    assert _PrefillStep.of(window) is step
+    assert step.bounds == [0, 2, 5, 7]
+    assert step.gather_starts.tolist() == [0, 0, 73, 73, 73, 0, 0]
+    places = torch.tensor([0, 0, 1, 1, 1, 2, 2])
+    rows = {ratio: layer(ratio).capacity.workspace_rows for ratio in (4, 128)}
+    assert rows[4] != rows[128]
+    for ratio, capacity in ((ratio, layer(ratio).capacity) for ratio in (4, 128, 4)):
+        assert torch.equal(step.row_offsets(capacity), places % capacity.prefill_requests * rows[ratio])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 
 import torch
 
@@ -46,9 +47,21 @@ def detect_arch(device: torch.device | None = None) -> Arch:
             f"arch: a {device.type} tensor has no GPU architecture. Pass arch=Arch.SM90 or arch=Arch.SM100 to say "
             "whose arithmetic the reference shall follow."
         )
+    if device is not None and device.index is not None:
+        return _arch_of(device.index)
+    return _current_arch()
+
+
+@functools.cache
+def _arch_of(index: int) -> Arch:
+    """Every call of an op asks, and a device's answer does not change; an error is not kept."""
+    return _current_arch(index)
+
+
+def _current_arch(index: int | None = None) -> Arch:
     if not torch.cuda.is_available():
         raise UnsupportedArchError(
             "arch: no GPU is visible to this process, so there is none to ask. Call this in the worker that owns "
             "the GPU, or pass arch= explicitly."
         )
-    return Arch.from_capability(*torch.cuda.get_device_capability(device))
+    return Arch.from_capability(*torch.cuda.get_device_capability(index))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,7 +38,23 @@ _ROWS = 128  # of one block in DeepGEMM's contiguous layout
 _MODULE = "vllm.model_executor.layers.fused_moe"
 
 Function = Callable[..., Any]
-Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # w1, its scales, w2, its scales
+
+
+class Operands(NamedTuple):
+    """What the experts of one layer are called with: quantised tokens, their choice, weights with scales, memory."""
+
+    output: torch.Tensor
+    q: torch.Tensor
+    s: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    w1: torch.Tensor
+    s1: torch.Tensor
+    w2: torch.Tensor
+    s2: torch.Tensor
+    limit: float | None
+    workspace13: torch.Tensor
+    workspace2: torch.Tensor
 
 
 def select_fp8_backend(original: Function) -> Function:
@@ -112,90 +128,69 @@ def expert_classes() -> tuple[type[Any], type[Any]]:
     from vllm.model_executor.layers.fused_moe.utils import _resize_cache
     from vllm.utils.deep_gemm import m_grouped_fp8_gemm_nt_contiguous, mk_alignment_scope
 
-    def packed(
-        output: torch.Tensor,
-        q: torch.Tensor,
-        s: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        weights: Weights,
-        limit: float | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def packed(of: Operands) -> None:
         """A row per routed slot and no others. What is not in a workspace is small."""
-        w1, s1, w2, s2 = weights
-        experts, wide, hidden = w1.shape
-        rows, fp8 = topk_ids.numel(), workspace13.view(dtype=q.dtype)
-        memory = PackedTokens.empty(q, topk_ids, num_experts=experts, packed_q=_resize_cache(fp8, (rows, hidden)))
-        packed = pack_tokens(q, s, topk_ids, num_experts=experts, out=memory)
-        gate_up = _resize_cache(workspace2, (rows, wide))
-        m_grouped_fp8_gemm_nt_offsets(packed.q, packed.s, w1, s1, packed.offsets, out=gate_up)
+        experts, wide, hidden = of.w1.shape
+        rows, fp8 = of.topk_ids.numel(), of.workspace13.view(dtype=of.q.dtype)
+        packed_q = _resize_cache(fp8, (rows, hidden))
+        memory = PackedTokens.empty(of.q, of.topk_ids, num_experts=experts, packed_q=packed_q)
+        packed = pack_tokens(of.q, of.s, of.topk_ids, num_experts=experts, out=memory)
+        gate_up = _resize_cache(of.workspace2, (rows, wide))
+        m_grouped_fp8_gemm_nt_offsets(packed.q, packed.s, of.w1, of.s1, packed.offsets, out=gate_up)
         quantised, scales = fused_silu_mul_per_token_group_quant(
             gate_up,
             m_indices=packed.m_indices,
-            clamp_limit=limit,
-            scale_format=deep_gemm_scale_format(output.device),
+            clamp_limit=of.limit,
+            scale_format=deep_gemm_scale_format(gate_up.device),
             out_q=_resize_cache(fp8, (rows, wide // 2)),
         )
-        expert_out = _resize_cache(workspace2, (rows, hidden))
-        m_grouped_fp8_gemm_nt_offsets(quantised, scales, w2, s2, packed.offsets, out=expert_out)
-        combine_ordered(expert_out.unsqueeze(0), packed.slots, topk_weights, out=output)
+        expert_out = _resize_cache(of.workspace2, (rows, hidden))
+        m_grouped_fp8_gemm_nt_offsets(quantised, scales, of.w2, of.s2, packed.offsets, out=expert_out)
+        combine_ordered(expert_out.unsqueeze(0), packed.slots, of.topk_weights, out=of.output)
 
-    def contiguous(
-        output: torch.Tensor,
-        q: torch.Tensor,
-        s: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        weights: Weights,
-        limit: float | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: Any,
-    ) -> None:
+    def contiguous(of: Operands, expert_tokens_meta: Any) -> None:
         """DeepGEMM's layout. Rows that are nobody's are not activated, quantised or added."""
-        w1, s1, w2, s2 = weights
-        experts, wide, hidden = w1.shape
-        fp8 = workspace13.view(dtype=q.dtype)
+        experts, wide, hidden = of.w1.shape
+        fp8 = of.workspace13.view(dtype=of.q.dtype)
         with mk_alignment_scope(_ROWS):
             rows, _ = compute_aligned_M_and_alignment(
-                M=topk_ids.size(0),
-                num_topk=topk_ids.size(1),
+                M=of.topk_ids.size(0),
+                num_topk=of.topk_ids.size(1),
                 local_num_experts=experts,
                 alignment=_ROWS,
                 expert_tokens_meta=expert_tokens_meta,
             )
             q, s, owners, places, alignment = deepgemm_moe_permute(
-                aq=q,
-                aq_scale=s,
-                topk_ids=topk_ids,
+                aq=of.q,
+                aq_scale=of.s,
+                topk_ids=of.topk_ids,
                 local_num_experts=experts,
                 expert_map=None,
                 expert_tokens_meta=expert_tokens_meta,
                 aq_out=_resize_cache(fp8, (rows, hidden)),
             )
             check_value("alignment", alignment == _ROWS, f"{_ROWS} rows", alignment, "Do not change DeepGEMM's.")
-            gate_up = _resize_cache(workspace2, (rows, wide))
-            m_grouped_fp8_gemm_nt_contiguous((q, s), (w1, s1), gate_up, owners)
+            gate_up = _resize_cache(of.workspace2, (rows, wide))
+            m_grouped_fp8_gemm_nt_contiguous((q, s), (of.w1, of.s1), gate_up, owners)
 
-            scales = torch.empty((wide // 2 // _ROWS, rows), dtype=torch.float32, device=output.device).mT
+            scales = torch.empty((wide // 2 // _ROWS, rows), dtype=torch.float32, device=q.device).mT
             quantised = _resize_cache(fp8, (rows, wide // 2))
             # Both ops look at owners and ids themselves: for few tokens a step is made of launches, and counting
             # the rows of each block and clearing the slots of negative ids beforehand would be two more each.
             fused_silu_mul_per_token_group_quant(
                 gate_up,
                 m_indices=owners,
-                clamp_limit=limit,
-                scale_format=deep_gemm_scale_format(output.device),
+                clamp_limit=of.limit,
+                scale_format=deep_gemm_scale_format(q.device),
                 out_q=quantised,
                 out_s=scales,
             )
-            expert_out = _resize_cache(workspace2, (rows, hidden))
-            m_grouped_fp8_gemm_nt_contiguous((quantised, scales), (w2, s2), expert_out, owners)
+            expert_out = _resize_cache(of.workspace2, (rows, hidden))
+            m_grouped_fp8_gemm_nt_contiguous((quantised, scales), (of.w2, of.s2), expert_out, owners)
         # Ids are negative where vLLM skips padding tokens (VLLM_MOE_SKIP_PADDING) and where a hash layer's table
         # has no such token; nothing was written to `places` there.
-        combine_ordered(expert_out.unsqueeze(0), places, topk_weights, topk_ids=topk_ids.int().contiguous(), out=output)
+        ids = of.topk_ids.int().contiguous()
+        combine_ordered(expert_out.unsqueeze(0), places, of.topk_weights, topk_ids=ids, out=of.output)
 
     class BatchInvariantDeepGemmExperts(DeepGemmExperts):  # type: ignore[misc]
         """All experts on this rank: rows packed for few tokens, DeepGEMM's contiguous layout for more."""
@@ -225,13 +220,24 @@ def expert_classes() -> tuple[type[Any], type[Any]]:
             limit = clamp_limit(self, activation)
             check_router_weights(apply_router_weight_on_input)
             check_value("expert_map", expert_map is None, "all experts on this rank", "a map", "Use staged dispatch.")
-            weights = w1, self.w1_scale, w2, self.w2_scale
-            topk_weights = topk_weights.float().contiguous()
-            tokens = hidden_states, a1q_scale, topk_ids, topk_weights
+            operands = Operands(
+                output=output,
+                q=hidden_states,
+                s=a1q_scale,
+                topk_ids=topk_ids,
+                topk_weights=topk_weights.float().contiguous(),
+                w1=w1,
+                s1=self.w1_scale,
+                w2=w2,
+                s2=self.w2_scale,
+                limit=limit,
+                workspace13=workspace13,
+                workspace2=workspace2,
+            )
             if len(hidden_states) <= PACKED_TOKENS:
-                packed(output, *tokens, weights, limit, workspace13, workspace2)
+                packed(operands)
             else:
-                contiguous(output, *tokens, weights, limit, workspace13, workspace2, expert_tokens_meta)
+                contiguous(operands, expert_tokens_meta)
 
     class BatchInvariantBatchedDeepGemmExperts(BatchedDeepGemmExperts):  # type: ignore[misc]
         """Masked layout, with a capacity and an ``expected_m`` that no batch moves."""

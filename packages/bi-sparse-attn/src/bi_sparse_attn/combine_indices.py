@@ -85,8 +85,7 @@ def combine_topk_swa(
         out_indices = torch.empty((tokens, width), dtype=torch.int32, device=device)
     if out_lengths is None:
         out_lengths = torch.empty((tokens,), dtype=torch.int32, device=device)
-    check_tensor("out_indices", out_indices, shape=(tokens, "width"))
-    check_output("out_indices", out_indices, torch.int32, out_indices.shape, device)
+    check_output("out_indices", out_indices, torch.int32, (tokens, "width"), device)
     check_value(
         "out_indices",
         out_indices.shape[1] >= top_k + window_size,

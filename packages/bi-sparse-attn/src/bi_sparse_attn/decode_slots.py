@@ -60,10 +60,8 @@ def fill_decode_slots_(
     tokens = positions.shape[0]
     check_tensor("requests", requests, dtype=torch.int32, shape=(tokens,), device=device, contiguous=True)
     check_tensor("is_token", is_token, dtype=torch.bool, shape=(tokens,), device=device, contiguous=True)
-    check_tensor("compressed_slots", compressed_slots, shape=(tokens, "k"))
-    check_tensor("window_slots", window_slots, shape=(tokens, "window"))
-    for name, slots in (("compressed_slots", compressed_slots), ("window_slots", window_slots)):
-        check_output(name, slots, torch.int64, slots.shape, device, last_dim_contiguous=True)
+    for name, slots, width in (("compressed_slots", compressed_slots, "k"), ("window_slots", window_slots, "window")):
+        check_output(name, slots, torch.int64, (tokens, width), device, last_dim_contiguous=True)
     top_k, window = compressed_slots.shape[1], window_slots.shape[1]
     power_of_two = window > 0 and window & (window - 1) == 0
     check_value("window_slots", power_of_two, "a power of two of columns", window, "Pass the model's sliding window.")
@@ -76,16 +74,23 @@ def fill_decode_slots_(
         "Take the width from SparseCapacity.topk_width.",
     )
     if topk_indices is not None:
-        check_tensor("topk_indices", topk_indices, dtype=torch.int32, shape=(tokens, top_k), device=device)
-        check_tensor("topk_indices", topk_indices, last_dim_contiguous=True)
+        check_tensor(
+            "topk_indices",
+            topk_indices,
+            dtype=torch.int32,
+            shape=(tokens, top_k),
+            device=device,
+            last_dim_contiguous=True,
+        )
     tables = [("window_table", window_table)]
     if compressed_table is not None:
         tables.append(("compressed_table", compressed_table))
     else:
         check_value("compressed_table", top_k == 0, "a block table", None, "Only lists without columns need none.")
     for name, table in tables:
-        check_tensor(name, table, dtype=torch.int32, shape=("requests", "pages"), device=device)
-        check_tensor(name, table, last_dim_contiguous=True)
+        check_tensor(
+            name, table, dtype=torch.int32, shape=("requests", "pages"), device=device, last_dim_contiguous=True
+        )
     for name, size in (("compressed_block_size", compressed_block_size), ("window_block_size", window_block_size)):
         check_value(
             name, isinstance(size, int) and size > 0, "a positive int", size, "Pass the page's number of entries."

@@ -254,16 +254,14 @@ def gather_decode_kv(
         A token's rows and length depend on the bytes of its slots alone. Its indices also depend on its place in the
         batch, being addresses.
     """
-    check_tensor("window_cache", window_cache)
+    _check_cache("window_cache", window_cache, window_block_size, _KV_ENTRY_BYTES)
     device = window_cache.device
     check_tensor("compressed_slots", compressed_slots, dtype=_INTEGERS, shape=("tokens", "k"), device=device)
     tokens, top_k = compressed_slots.shape
     slot_type = compressed_slots.dtype
     check_tensor("window_slots", window_slots, dtype=slot_type, shape=(tokens, "window"), device=device)
-    _check_cache("window_cache", window_cache, window_block_size, _KV_ENTRY_BYTES)
     if compressed_cache is not None:
-        _check_cache("compressed_cache", compressed_cache, compressed_block_size, _KV_ENTRY_BYTES)
-        check_tensor("compressed_cache", compressed_cache, device=device)
+        _check_cache("compressed_cache", compressed_cache, compressed_block_size, _KV_ENTRY_BYTES, device)
     else:
         check_value("compressed_cache", top_k == 0, "a cache", None, "Only compressed_slots without columns need none.")
     entries = top_k + window_slots.shape[1]
@@ -291,9 +289,11 @@ def gather_decode_kv(
     return DecodeKv(*outputs)
 
 
-def _check_cache(name: str, cache: torch.Tensor, block_size: int, entry_bytes: int) -> None:
+def _check_cache(
+    name: str, cache: torch.Tensor, block_size: int, entry_bytes: int, device: torch.device | None = None
+) -> None:
     check_value("block_size", block_size > 0, "a positive int", block_size, "Pass the page's number of entries.")
-    check_tensor(name, cache, dtype=torch.uint8, shape=("blocks", "bytes"), last_dim_contiguous=True)
+    check_tensor(name, cache, dtype=torch.uint8, shape=("blocks", "bytes"), device=device, last_dim_contiguous=True)
     need = block_size * entry_bytes
     check_value(name, cache.shape[1] >= need, f"pages of {need} bytes or more", cache.shape[1], "Check block_size.")
 

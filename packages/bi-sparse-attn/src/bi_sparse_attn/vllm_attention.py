@@ -241,17 +241,13 @@ class BatchInvariantAttention:
         from vllm.models.deepseek_v4.common.ops import dequantize_and_gather_k_cache
 
         rows, indices, lengths = _workspace(_prefill_buffers(self.capacity))
-        decodes, total = window.num_decodes, window.num_decodes + window.num_prefills
-        bounds = window.query_start_loc_cpu[decodes : total + 1].tolist()
-        count = bounds[-1] - bounds[0]
-        request = window.token_to_req_indices[window.num_decode_tokens :][:count].long() - decodes
-        gather_starts = (window.prefill_seq_lens - window.prefill_gather_lens)[request]
-        # A request's area: by its place among the step's requests, of a size that no neighbour changes.
+        decodes = window.num_decodes
+        step = _PrefillStep.of(window)
+        row_offsets = step.row_offsets(self.capacity)
         side_by_side = self.capacity.prefill_requests
-        row_offsets = request % side_by_side * self.capacity.workspace_rows
         for first in range(0, window.num_prefills, side_by_side):
             group = slice(first, min(first + side_by_side, window.num_prefills))
-            tokens = slice(bounds[group.start] - bounds[0], bounds[group.stop] - bounds[0])
+            tokens = slice(step.bounds[group.start], step.bounds[group.stop])
             areas = rows[: group.stop - group.start]
             seq_lens = window.prefill_seq_lens[group]
             if compressed is not None:
@@ -276,7 +272,7 @@ class BatchInvariantAttention:
             lists = combine_topk_swa(
                 self._prefill_entries(tokens, positions, compressed, window),
                 positions[tokens],
-                gather_starts[tokens],
+                step.gather_starts[tokens],
                 compress_ratio=self.compress_ratio,
                 window_size=self.capacity.window_size,
                 compressed_rows=self.capacity.compressed_rows,
@@ -320,6 +316,39 @@ class BatchInvariantAttention:
             topk_length=lengths,
             out=output,
         )
+
+
+class _PrefillStep:
+    """What the layers of one step ask alike about its prefill tokens; kept with vLLM's metadata, which live as long.
+
+    Attributes:
+        bounds: First token of every request and one past the last one's, among the step's prefill tokens.
+        gather_starts: Position of the first gathered window row of each token's request.
+    """
+
+    def __init__(self, window: Any) -> None:
+        first, last = window.num_decodes, window.num_decodes + window.num_prefills
+        starts: list[int] = window.query_start_loc_cpu[first : last + 1].tolist()
+        self.bounds = [start - starts[0] for start in starts]
+        self._request = window.token_to_req_indices[window.num_decode_tokens :][: self.bounds[-1]].long() - first
+        self.gather_starts: torch.Tensor = (window.prefill_seq_lens - window.prefill_gather_lens)[self._request]
+        self._row_offsets: dict[SparseCapacity, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, window: Any) -> _PrefillStep:
+        """That of ``window``, vLLM's metadata of the step."""
+        name = "_bi_prefill_step"
+        found: _PrefillStep | None = getattr(window, name, None)
+        if found is None:
+            found = cls(window)
+            setattr(window, name, found)
+        return found
+
+    def row_offsets(self, capacity: SparseCapacity) -> torch.Tensor:
+        """First workspace row of each token's request: by its place among the step's, in areas of constant size."""
+        if capacity not in self._row_offsets:
+            self._row_offsets[capacity] = self._request % capacity.prefill_requests * capacity.workspace_rows
+        return self._row_offsets[capacity]
 
 
 def _kv_score(hidden_states: torch.Tensor, compressor: Any) -> torch.Tensor:
