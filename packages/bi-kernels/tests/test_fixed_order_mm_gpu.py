@@ -30,9 +30,9 @@ by_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids
 
 # Both sides of every number of rows at which some N changes its tiles or how they are shared.
 ROWS = (
-    1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 63, 64, 65, 127, 128, 129, 192, 193, 255, 256, 257, 384, 385, 511, 512,
-    513, 640, 641, 768, 769, 1023, 1024, 1025, 1088, 1089, 1408, 1409, 2047, 2048, 2049, 2112, 2113, 2816, 2817, 3000,
-    4096, 4097, 8448, 8449,
+    1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 48, 49, 63, 64, 65, 127, 128, 129, 192, 193, 255, 256, 257, 320, 321, 384,
+    385, 511, 512, 513, 704, 705, 768, 769, 832, 833, 1023, 1024, 1025, 1408, 1409, 1664, 1665, 2047, 2048, 2049, 2112,
+    2113, 2816, 2817, 3000, 4096, 4097, 4224, 4225, 8448, 8449,
 )  # fmt: skip
 
 
@@ -220,26 +220,29 @@ def test_every_call_gives_the_same_bits_and_graphs_replay():
 
 @pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 40, 100, 256, 512, 1024, 2048, 4096], ids=lambda m: f"M={m}")
 def test_overlapping_launches_wait_for_what_they_touch(m):
-    # A launch begins before the one before it has ended. Here each reads, as x or as weight, what that one writes, or
-    # overwrites what that one reads.
-    square = operands(1, 4096, 4096)[1]
+    # A launch may begin before the one before it has ended. Here each reads, as x or as weight, what that one writes,
+    # or overwrites what that one reads. With these numbers of rows every configuration comes before another.
+    square, head = operands(1, 4096, 4096)[1], operands(1, 16_384, 4096)[1]
     x, first_weight = operands(m, 256, 4096, 1)
 
     def chain(between):
         a, b, v = x.clone(), torch.empty_like(x), first_weight.clone()
+        c, of_head = (torch.empty(m, n, device="cuda", dtype=torch.bfloat16) for n in (2048, 16_384))
         logits = torch.empty(3, 2, m, 256, device="cuda")
         for some in logits:
             for rows, weight, out in (
                 (a, square, b),
+                (a, head, of_head),
                 (b, square, a),
                 (first_weight, square, v),
                 (a, v, some[0]),
                 (square[:256], square, v),
-                (b, v, some[1]),
+                (b, square[:2048], c),
+                (c, v[:, 2048:], some[1]),
             ):
                 fixed_order_mm(rows, weight, out_dtype=out.dtype, out=out)
                 between()
-        return logits, a, b
+        return logits, of_head, a, b
 
     expected = chain(torch.cuda.synchronize)
     for _ in range(5):

@@ -83,15 +83,6 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map
         "l"(&map), "r"(barrier), "r"(column), "r"(row)
         : "memory");
 }
-// Of a three-dimensional one.
-__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, uint32_t barrier, int column, int row,
-                                         int plane) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
-        "[%2];" ::"r"(target),
-        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(plane)
-        : "memory");
-}
 // The same box to the same shared address, with the same barrier's bytes, in every block of the cluster in `blocks`.
 __device__ __forceinline__ void copy_box_to_all(uint32_t target, const CUtensorMap& map, uint32_t barrier, int column,
                                                 int row, uint16_t blocks) {
@@ -178,8 +169,6 @@ struct WgmmaFp8;
 #define BI_SUMS_64(c, i) BI_SUMS_32(c, i), BI_SUMS_32(c, i + 16)
 #define BI_SUMS_128(c, i) BI_SUMS_64(c, i), BI_SUMS_64(c, i + 32)
 
-BI_WGMMA(Wgmma, 8, "m64n8k16.f32.bf16.bf16", ", 0, 0", "%4", "%5")
-BI_WGMMA(Wgmma, 16, "m64n16k16.f32.bf16.bf16", ", 0, 0", "%8", "%9")
 BI_WGMMA(Wgmma, 32, "m64n32k16.f32.bf16.bf16", ", 0, 0", "%16", "%17")
 BI_WGMMA(Wgmma, 64, "m64n64k16.f32.bf16.bf16", ", 0, 0", "%32", "%33")
 BI_WGMMA(Wgmma, 128, "m64n128k16.f32.bf16.bf16", ", 0, 0", "%64", "%65")
@@ -239,31 +228,6 @@ __device__ __forceinline__ void cluster_send(uint32_t target, float v0, float v1
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(target),
         "f"(v0), "f"(v1), "f"(v2), "f"(v3), "r"(barrier)
-        : "memory");
-}
-// The same without a count.
-__device__ __forceinline__ void cluster_store(uint32_t target, float v0, float v1, float v2, float v3) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(target), "f"(v0), "f"(v1), "f"(v2), "f"(v3)
-                 : "memory");
-}
-// Arrives at a barrier of the cluster, after this thread's stores there.
-__device__ __forceinline__ void barrier_arrive_release(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void shared_store(uint32_t target, float v0, float v1, float v2, float v3) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(target), "f"(v0), "f"(v1), "f"(v2), "f"(v3)
-                 : "memory");
-}
-// Makes this thread's stores to shared memory visible to the copy engine.
-__device__ __forceinline__ void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void bar_sync(int which, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
-}
-// Shared memory to a block of the cluster, whose barrier counts the bytes.
-__device__ __forceinline__ void cluster_copy(uint32_t target, uint32_t source, int bytes, uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-        "r"(source), "r"(bytes), "r"(barrier)
         : "memory");
 }
 __device__ __forceinline__ float4 shared_quad(uint32_t address) {

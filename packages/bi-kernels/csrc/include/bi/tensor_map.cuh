@@ -42,22 +42,4 @@ inline cudaError_t encode_rows(CUtensorMap* map, CUtensorMapDataType type, int e
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// The same rows, each cut into `pieces` of equal length, in boxes of all pieces of `box_rows` rows.
-inline cudaError_t encode_pieces(CUtensorMap* map, CUtensorMapDataType type, int element_bytes, const void* data,
-                                 int64_t rows, int64_t k, int64_t stride, int pieces, int box_rows) {
-    const auto encode = encode_tiled();
-    if (encode == nullptr) return cudaErrorCallRequiresNewerDriver;
-    const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(k / pieces), static_cast<cuuint64_t>(pieces),
-                                 static_cast<cuuint64_t>(rows)};
-    const cuuint64_t strides[2] = {static_cast<cuuint64_t>(k / pieces) * element_bytes,
-                                   static_cast<cuuint64_t>(stride) * element_bytes};
-    const cuuint32_t box[3] = {static_cast<cuuint32_t>(kSwizzleBytes / element_bytes), static_cast<cuuint32_t>(pieces),
-                               static_cast<cuuint32_t>(box_rows)};
-    const cuuint32_t steps[3] = {1, 1, 1};
-    const CUresult result =
-        encode(map, type, 3, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
 }  // namespace bi
