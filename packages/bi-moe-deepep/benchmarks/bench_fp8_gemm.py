@@ -26,7 +26,7 @@ from bi_moe_deepep import m_grouped_fp8_gemm_nt_offsets
 
 EXPERTS, TOP_K, BLOCK = 256, 6, 128
 WEIGHTS = ((4096, 4096), (4096, 2048))
-TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 2560, 3072, 4096)
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 2304, 2560, 4096)
 SETS = 4
 Route = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -25,10 +25,11 @@ from .vllm_model import is_deepseek_v4
 
 __all__ = ["PACKED_TOKENS", "STAGED", "TRANSPORT", "expert_classes", "select_fp8_backend", "select_mxfp4_backend"]
 
-PACKED_TOKENS = 2048
+PACKED_TOKENS = 2304
 """Up to this many tokens the experts on this rank have no padding rows. Reading weights takes longest there, and
-filling each expert to 128 rows adds to that; for many tokens DeepGEMM's larger tiles win. Which side a batch is on
-cannot be seen in its bits: :func:`prove_deep_gemm` has compared the two."""
+filling each expert to 128 rows adds to that; where most experts have more than 64 rows, the weights are read twice and
+DeepGEMM's larger tiles win. Which side a batch is on cannot be seen in its bits: :func:`prove_deep_gemm` has compared
+the two."""
 TRANSPORT = "BI_EP_TRANSPORT"
 STAGED = "bi_moe_deepep_staged"
 """Attribute of a ``FusedMoEConfig`` whose layer has staged experts. A reload makes the layer's kernel again at a time
