@@ -5,8 +5,9 @@
 cuBLAS keeps the workspace it first got, so each of the two runs in a process of its own, alternating with ours
 there. One JSON line per shape (M, N, K): stock is ``torch.mm`` after ``init_batch_invariance`` (or, without vLLM, after
 the same settings), ratio is stock / ours; default_us and default_ratio are the plain ``torch.mm``. Everything is
-replayed from CUDA graphs; weights and inputs up to some tens of MB then stay in the L2 cache, for all alike. bitwise:
-every row equals the same row of the product with most rows, compared in this run; within_bound: against float64.
+replayed from CUDA graphs; weights and inputs up to some tens of MB then stay in the L2 cache, for all alike. A launch
+of ours may begin while the one before it ends, here as behind any kernel of a forward. bitwise: every row equals the
+same row of the product with most rows, compared in this run; within_bound: against float64.
 
 ``fixed_order_mm_lm_head`` is the same to bfloat16 for vocabularies; there stock is what vLLM's batch-invariant mode
 calls for an lm_head, ``matmul_persistent``, where vLLM can be imported.

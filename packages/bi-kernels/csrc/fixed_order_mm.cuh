@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
 #pragma unroll
         for (int i = 0; i < kTileN / 8; ++i) store(at, i, v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
     };
-    // This thread's four values of `slice`, an owner's, to slice `place` of that owner's inbox.
+    // This thread's values of `slice` to slice `place` of the inbox of block `owner`.
     const auto send = [&](const float (&v)[kRegisters], int slice, int owner, int place) {
         const uint32_t at = cluster_address(inbox, owner) + place * kSliceBytes + 16 * threadIdx.x;
         const uint32_t signal = cluster_address(arrived, owner);

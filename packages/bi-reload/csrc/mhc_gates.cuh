@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-#include "bi/numerics.cuh"
 #include "bi/dependent_launch.cuh"
+#include "bi/numerics.cuh"
 #include "mhc_projection.cuh"
 
 namespace bi {

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "bi/numerics.cuh"
 #include "bi/dependent_launch.cuh"
+#include "bi/numerics.cuh"
 
 namespace bi {
 

@@ -15,9 +15,9 @@
 
 #include <cstdint>
 
+#include "bi/dependent_launch.cuh"
 #include "bi/numerics.cuh"
 #include "bi/sm90.cuh"
-#include "bi/dependent_launch.cuh"
 
 namespace bi {
 

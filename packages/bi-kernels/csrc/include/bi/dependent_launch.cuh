@@ -3,6 +3,7 @@
 // The rules that keep it correct whatever runs before and after: no kernel reads or writes global memory before
 // dependent_wait(), except for memory that no kernel still running can write; every thread calls it; and a kernel that
 // lets its successor start early does so after its own wait, so that whatever came before is complete for that one too.
+// A successor launched without the attribute starts when the kernel has ended, whatever the kernel calls.
 #pragma once
 
 #include <cuda_runtime.h>
