@@ -113,9 +113,9 @@ class Workload:
         return {"kind": self.kind, "batch": self.batch, "length": self.length}
 
 
-CONTEXT = 2730
-"""Tokens of the prompts behind which requests decode: past 4 x index_topk = 2,048, so that C4 layers select, and three
-of them are a step of 8,190 tokens. Longer ones would take more of the time than all that is measured."""
+CONTEXT = 2100
+"""Tokens of the prompts behind which requests decode: past 4 x index_topk = 2,048, so that C4 layers select. Three are
+prefilled in a step. Longer ones would take more of the time than all that is measured."""
 
 # Largest batch first: one filling serves all, and requests are dropped on the way down.
 WORKLOADS = (

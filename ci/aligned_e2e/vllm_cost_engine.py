@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 128,
     # Three engines share the GPU, and each is told the size of its cache.
     "gpu_memory_utilization": 0.2,
-    # A block of 43 layers takes 1.04 MB. 128 requests of 2,730 to 3,200 tokens hold 13 + 6 + 3 + 17 each (compressed
+    # A block of 43 layers takes 1.04 MB. 128 requests of 2,100 to 3,200 tokens hold 13 + 6 + 3 + 17 each (compressed
     # keys, windows, states of C4 and of C128), 5 GB, and 8,192 tokens of prompts another 3,360, 3.5 GB.
     "kv_cache_memory_bytes": 10 << 30,
     "enable_prefix_caching": False,
