@@ -83,7 +83,7 @@ status=0
 if [ -n "${SUITES:-}" ]; then
     for package in bi-kernels bi-sparse-attn bi-moe-deepep bi-reload; do
         echo "== suite of $package"
-        (cd "$root" && timeout -k 5 "${SUITES_LIMIT:-240}" "$python" -X faulthandler -m pytest -p no:cacheprovider -p no:benchmark -q \
+        (cd "$root" && OMP_NUM_THREADS=1 timeout -k 5 "${SUITES_LIMIT:-240}" "$python" -X faulthandler -m pytest -p no:cacheprovider -p no:benchmark -q \
             -m "gpu and not vllm" --junitxml "$WORK/parts/suite-$package.xml" "packages/$package/tests") 2>&1 | tail -n 5 || status=$?
     done
 fi

@@ -16,6 +16,7 @@ mkdir -p "$OUT"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PYTHONPATH="$work/site:$PWD/packages/bi-kernels/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # references are small; a thread per core in each of -n processes starves the host
 
 unpack() { python3 -m pip install -q --no-deps --no-index --no-compile --upgrade --target "$work/site" "$@"; }
 if [ $# = 0 ]; then

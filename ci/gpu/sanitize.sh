@@ -20,6 +20,7 @@ if [ $# != 0 ]; then
 fi
 # Each torch allocation is then one of the driver's, whose bounds the tools know.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 tools=(memcheck racecheck initcheck synccheck)
 running=()
 for tool in "${tools[@]}"; do

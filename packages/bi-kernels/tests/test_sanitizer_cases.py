@@ -31,7 +31,8 @@ def test_fused_op(scale_format, limit):
             assert_bitwise_equal(a[i, :count].cpu().contiguous(), b[i, :count].contiguous())
     for a, part, b in zip(whole, some, want, strict=True):
         assert_bitwise_equal(a.cpu().contiguous(), b[0].contiguous())
-        assert_bitwise_equal(part.cpu()[::2].contiguous(), b[0, ::2].contiguous())
+        # Rows of no expert are never written, and the tool minds whoever copies them.
+        assert_bitwise_equal(part[::2].cpu().contiguous(), b[0, ::2].contiguous())
 
 
 # One number of rows for each set of tiles.
