@@ -8,7 +8,7 @@
 # build/gpu): report.json, report.html, records.tar.gz (records and logs), caches.tar.xz if $PACK_CACHES is set.
 # Called again it goes on where it stopped: records are kept in $WORK (default build/aligned_e2e/vllm), and $RECORDS
 # names a records.tar.gz of another machine. $CACHES names a caches.tar.xz: a cold start compiles for minutes.
-# $SUITES=1 first runs each package's GPU tests. $PROFILE: h200 or h100.
+# $SUITES=1 first runs the packages' GPU tests, side by side. $PROFILE: h200 or h100.
 set -uo pipefail
 began=$SECONDS
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -81,10 +81,17 @@ PY
 
 status=0
 if [ -n "${SUITES:-}" ]; then
+    # Side by side, with one thread each: a thread per core for the small references would starve what else runs here.
+    declare -A suites=()
     for package in bi-kernels bi-sparse-attn bi-moe-deepep bi-reload; do
-        echo "== suite of $package"
-        (cd "$root" && OMP_NUM_THREADS=1 timeout -k 5 "${SUITES_LIMIT:-240}" "$python" -X faulthandler -m pytest -p no:cacheprovider -p no:benchmark -q \
-            -m "gpu and not vllm" --junitxml "$WORK/parts/suite-$package.xml" "packages/$package/tests") 2>&1 | tail -n 5 || status=$?
+        (cd "$root" && OMP_NUM_THREADS=1 timeout -k 5 "${SUITES_LIMIT:-240}" "$python" -X faulthandler -m pytest \
+            -p no:cacheprovider -p no:benchmark -q -m "gpu and not vllm" \
+            --junitxml "$WORK/parts/suite-$package.xml" "packages/$package/tests") >"$OUT/suite-$package.txt" 2>&1 &
+        suites[$package]=$!
+    done
+    for package in "${!suites[@]}"; do
+        wait "${suites[$package]}" || status=$?
+        echo "== suite of $package: $(tail -n 1 "$OUT/suite-$package.txt")"
     done
 fi
 
