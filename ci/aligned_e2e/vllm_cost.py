@@ -133,7 +133,8 @@ _MAIN = ("decode", 32)  # whose profile is the record's ``layers`` and ``ops``
 ROUNDS = 24  # as far as the time goes; even, so that each side goes first as often as last
 _FEWEST = 4
 _PROFILE = 9.0  # seconds that are kept for the profile of a workload
-_MEASURING = 170.0  # seconds that are kept for measuring when an engine does not get ready
+_MEASURING = 170.0  # seconds that are kept for measuring when an engine does not get ready,
+_MEASURING_SHARE = 0.45  # or this share of all, if that is less: a short run measures the first workloads
 _PROFILED_STEPS = 4  # an eager step of 43 layers makes some ten thousand events
 _TURN = 90.0  # no answer takes longer than that, but a start
 _HEAD_START = 45.0  # of those that compile: an engine loads weights for about as long before it needs them
@@ -166,6 +167,10 @@ class Clock:
     def left(self) -> float:
         """Seconds up to the limit."""
         return self._limit - self.spent()
+
+    def left_to_start(self) -> float:
+        """Seconds up to the moment from which measuring needs what is left."""
+        return self.left() - min(_MEASURING, _MEASURING_SHARE * self._limit)
 
 
 class Engine(Protocol):
@@ -492,7 +497,7 @@ def prepare(
     processes |= compilers
     if generator is not None:
         try:
-            code = generator.wait(timeout=max(1.0, clock.left() - _MEASURING))
+            code = generator.wait(timeout=max(1.0, clock.left_to_start()))
         except subprocess.TimeoutExpired:
             code = None
         if code != 0:
@@ -512,8 +517,8 @@ def start(children: dict[str, Child], checkpoint: Path, clock: Clock, record: di
     waiting = dict(children)
     imported: set[str] = set()
     while waiting:
-        timeout = clock.left() - _MEASURING
-        ready = wait([child.connection for child in waiting.values()], timeout=max(0.0, timeout))
+        connections = [child.connection for child in waiting.values()]
+        ready = wait(connections, timeout=max(0.0, clock.left_to_start()))
         for name, child in tuple(waiting.items()):
             if ready and child.connection not in ready:
                 continue

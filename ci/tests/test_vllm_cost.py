@@ -457,6 +457,11 @@ class TestServing:
         for process in processes.values():
             process.wait()
 
+    def test_a_short_run_starts_engines_too(self):
+        """What is kept for measuring is a share of a short limit: it once was all of it, and no engine got to start."""
+        assert Clock(390, lambda: 0.0).left_to_start() == 390 - vllm_cost._MEASURING
+        assert Clock(160, lambda: 0.0).left_to_start() == pytest.approx(88)
+
     def test_what_is_compiled_ahead_is_named_by_the_shapes_of_flash(self):
         jobs = vllm_cost._jobs()
         assert len({tuple(job) for job in jobs}) == len(jobs) == 14
