@@ -63,7 +63,8 @@ def fixed_order_mm(
         out: ``(M, N)``, ``out_dtype``, last dim contiguous, or None to allocate. Must not overlap the inputs.
 
     Returns:
-        ``(M, N)``: ``out``. NaN is 0x7fc00000 (bfloat16 0x7fc0), zero is +0.
+        ``(M, N)``: ``out``. NaN is 0x7fc00000 (bfloat16 0x7fc0); a float32 zero is +0, a bfloat16 one has the sign of
+            the float32 sum that was rounded to it.
 
     Raises:
         ArgumentError: Wrong dtype, shape, stride or device. Nothing was written.
