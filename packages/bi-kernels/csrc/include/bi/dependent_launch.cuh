@@ -12,7 +12,8 @@
 
 namespace bi {
 
-// Returns once everything that the stream held before this kernel is complete and visible.
+// Returns once everything that the stream held before this kernel is complete and visible, provided that each of those
+// kernels that was launched with the attribute has waited as well.
 __device__ __forceinline__ void dependent_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The next kernel may start once every block has called this or ended. Its dependent_wait() still waits for this one.
 __device__ __forceinline__ void dependent_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
