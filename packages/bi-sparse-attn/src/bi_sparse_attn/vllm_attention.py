@@ -194,18 +194,19 @@ class BatchInvariantAttention:
         )
         window = metadata[self.swa_cache_layer.prefix]
         compressed = metadata[self.prefix] if self.compress_ratio > 1 else None  # type: ignore[attr-defined]
+        first = window.num_decode_tokens
         if window.num_decodes:
-            self._decode(q, positions, output, compressed, window)
+            self._decode(q[:first], positions[:first], output[:first], compressed, window)
         if window.num_prefills:
-            self._prefill(q, positions, output, compressed, window)
+            self._prefill(q[first:], positions[first:], output[first:], compressed, window)
 
     def _decode(
         self, q: torch.Tensor, positions: torch.Tensor, output: torch.Tensor, compressed: Any, window: Any
     ) -> None:
         rows, indices, lengths, compressed_slots, window_slots = _workspace(_decode_buffers(self.capacity))
-        size, total = self.capacity.decode_slice_tokens, window.num_decode_tokens
-        for start in range(0, total, size):
-            tokens = slice(start, min(start + size, total))
+        size = self.capacity.decode_slice_tokens
+        for start in range(0, q.shape[0], size):
+            tokens = slice(start, min(start + size, q.shape[0]))
             count = tokens.stop - tokens.start
             topk = self.topk_indices_buffer[tokens] if self.compress_ratio == 4 else None  # type: ignore[index]
             fill_decode_slots_(
@@ -240,14 +241,13 @@ class BatchInvariantAttention:
         from vllm.models.deepseek_v4.common.ops import dequantize_and_gather_k_cache
 
         rows, indices, lengths = _workspace(_prefill_buffers(self.capacity))
-        decodes, first_token = window.num_decodes, window.num_decode_tokens
+        decodes = window.num_decodes
         step = _PrefillStep.of(window)
         row_offsets = step.row_offsets(self.capacity)
         side_by_side = self.capacity.prefill_requests
         for first in range(0, window.num_prefills, side_by_side):
             group = slice(first, min(first + side_by_side, window.num_prefills))
-            tokens = slice(step.bounds[group.start], step.bounds[group.stop])  # of the step's prefill tokens
-            of_all = slice(first_token + tokens.start, first_token + tokens.stop)
+            tokens = slice(step.bounds[group.start], step.bounds[group.stop])
             areas = rows[: group.stop - group.start]
             seq_lens = window.prefill_seq_lens[group]
             if compressed is not None:
@@ -270,8 +270,8 @@ class BatchInvariantAttention:
                 offset=self.capacity.compressed_rows,
             )
             lists = combine_topk_swa(
-                self._prefill_entries(tokens, of_all, positions, compressed),
-                positions[of_all],
+                self._prefill_entries(tokens, positions, compressed, window),
+                positions[tokens],
                 step.gather_starts[tokens],
                 compress_ratio=self.compress_ratio,
                 window_size=self.capacity.window_size,
@@ -280,17 +280,18 @@ class BatchInvariantAttention:
                 out_indices=indices[: tokens.stop - tokens.start],
                 out_lengths=lengths[: tokens.stop - tokens.start],
             )
-            self._attend(q[of_all], areas, *lists, output[of_all])
+            self._attend(q[tokens], areas, *lists, output[tokens])
 
-    def _prefill_entries(self, tokens: slice, of_all: slice, positions: torch.Tensor, compressed: Any) -> torch.Tensor:
-        """The compressed entries of prefill tokens, by their places among these and among all tokens of the step."""
+    def _prefill_entries(self, tokens: slice, positions: torch.Tensor, compressed: Any, window: Any) -> torch.Tensor:
+        """The compressed entries of prefill tokens, by their place among the step's prefill tokens."""
         if compressed is None:
             return torch.empty((tokens.stop - tokens.start, 0), dtype=torch.int32, device=positions.device)
         if self.compress_ratio == 128:
             entries: torch.Tensor = compressed.c128a_prefill_topk_indices[tokens]
             return entries
+        first = window.num_decode_tokens
         assert self.topk_indices_buffer is not None  # vLLM gives every C4 layer its buffer
-        return self.topk_indices_buffer[of_all]
+        return self.topk_indices_buffer[first + tokens.start : first + tokens.stop]
 
     def _compressed_block_size(self, compressed: Any) -> int:
         return 1 if compressed is None else int(compressed.block_size) // self.compress_ratio
@@ -359,7 +360,6 @@ def _pages(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(cache.shape[0], -1)
 
 
-@functools.cache
 def _prefill_buffers(capacity: SparseCapacity) -> Sequence[BufferSpec]:
     """Gathered rows of the requests that stand side by side, and the lists of their new tokens."""
     tokens = capacity.max_num_batched_tokens
@@ -370,7 +370,6 @@ def _prefill_buffers(capacity: SparseCapacity) -> Sequence[BufferSpec]:
     )
 
 
-@functools.cache
 def _decode_buffers(capacity: SparseCapacity) -> Sequence[BufferSpec]:
     """Gathered rows, lists and slots of one slice of decode tokens."""
     tokens = capacity.decode_slice_tokens
