@@ -267,7 +267,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
         __syncthreads();
     }
     dependent_wait();
-    if constexpr (!Config::kWhole) dependent_start();
 
     if (threadIdx.x >= Config::kConsumers) {
         if constexpr (Config::kWhole) give_registers<40>();
@@ -279,7 +278,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                     producer.copy(x_map, w_map, (first_piece * steps + step) * kBlockK, row, at.column * kTileN);
                 }
             });
-            if constexpr (Config::kWhole) dependent_start();
+            dependent_start();  // nothing is read any more
         }
         return;
     }

@@ -287,6 +287,14 @@ def test_other_shapes_are_refused(n, k, match):
     assert (out == 3.0).all()
 
 
+def test_overlapping_rows_are_refused():
+    x, weight = operands(4, 256, 4096)
+    with pytest.raises(ArgumentError, match="x: expected elements that do not overlap"):
+        fixed_order_mm(x[:1].expand(4, -1), weight)
+    with pytest.raises(ArgumentError, match="weight: expected elements that do not overlap"):
+        fixed_order_mm(x, weight[:1].expand(256, -1))
+
+
 def test_misaligned_rows_are_refused():
     x, weight = operands(4, 256, 4096)
     memory = torch.zeros(4, 4100, device="cuda").bfloat16()

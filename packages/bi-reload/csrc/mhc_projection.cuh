@@ -140,7 +140,7 @@ struct MhcWeights {
             const float4* row = reinterpret_cast<const float4*>(weights + (8 * n + group) * k + member * 8);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                values[n][i / 2][i % 2] = 8 * n + group < kColumns ? __ldg(row + 8 * (i / 2) + i % 2) : float4{};
+                values[n][i / 2][i % 2] = 8 * n + group < kColumns ? __ldcg(row + 8 * (i / 2) + i % 2) : float4{};
             }
         }
 #pragma unroll

@@ -57,8 +57,8 @@ def fixed_order_mm(
 
     Args:
         x: ``(M, K)``, bfloat16, last dim contiguous; M may be 0, K is a positive multiple of 64; on a GPU one of
-            :data:`CUDA_K`, rows starting at multiples of 16 bytes.
-        weight: ``(N, K)``, bfloat16, last dim contiguous; on a GPU N is in :data:`CUDA_N`, rows aligned likewise.
+            :data:`CUDA_K`, rows starting at multiples of 16 bytes and not overlapping.
+        weight: ``(N, K)``, bfloat16, last dim contiguous; on a GPU N is in :data:`CUDA_N`, rows likewise.
         out_dtype: float32, or bfloat16: rounded once from the float32 result.
         out: ``(M, N)``, ``out_dtype``, last dim contiguous, or None to allocate. Must not overlap the inputs.
 
@@ -125,4 +125,5 @@ def _check_cuda(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None)
         ("out", out, 2 * (4 if out is None else out.element_size())),
     ):
         if tensor is not None:
+            check_tensor(name, tensor, disjoint=True)  # a tensor map's strides are at least what they step over
             check_rows_aligned(name, tensor, size)
