@@ -7,8 +7,10 @@ two explicit ops, vLLM's as ``mhc_fused_post_pre_tilelang``; the others are its 
 is stock / ours; gb_s counts the bytes that every implementation must move; without vLLM stock is null. Replayed from
 CUDA graphs, stock, ours and the copy by turns, medians; inputs and weights of up to some tens of MB stay in the L2
 cache, for all alike. bitwise: every row equals the same row of a call with 4096 tokens, compared in this run;
-precision: the largest difference of ``post_mix`` to float64, ours and stock's. ``--compile`` only has vLLM's
-kernels compiled, some seconds each, so that several processes can share that work.
+precision: the largest difference of ``post_mix`` to float64, ours and stock's. constant_split_us, of ``mhc_pre``: vLLM's
+own function with DeepGEMM's TF32 product cut into as many pieces for every T, by number of pieces: ours, and vLLM's at
+one token. ``--compile`` only has vLLM's kernels compiled, some seconds each, so that several processes can share that
+work.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import importlib.util
 import json
 import sys
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bi-kernels" / "ben
 from timing import capture, copy_timer, medians, record, write_records
 
 from bi_kernels.testing import bit_view
-from bi_reload import MhcPre, MhcPreBroadcast, mhc_head, mhc_post, mhc_pre, mhc_pre_broadcast
+from bi_reload import MhcPre, MhcPreBroadcast, mhc_head, mhc_num_splits, mhc_post, mhc_pre, mhc_pre_broadcast
 
 HIDDEN = (4096, 2048, 7168)
 TOKENS = (1, 8, 16, 32, 128, 1024, 4096)
@@ -143,6 +146,25 @@ def stock(op: str, s: Site) -> tuple[str | None, Callable[[], Tensors] | None]:
     }[op]
 
 
+def constant_splits(op: str, s: Site) -> dict[int, Callable[[], Tensors]]:
+    """``mhc_pre`` by vLLM's function with a split that does not see T: what the hook could have called instead."""
+    call = stock(op, s)[1] if op == "mhc_pre" else None
+    if call is None:
+        return {}
+    from vllm.model_executor.kernels.mhc import tilelang_kernels
+
+    def cut(pieces: int) -> Callable[[], Tensors]:
+        def constant() -> Tensors:
+            with unittest.mock.patch.object(tilelang_kernels, "compute_num_split", lambda *_: pieces):
+                return call()
+
+        return constant
+
+    k = s.fn.shape[1]
+    one_token = tilelang_kernels.compute_num_split(64, k, 1)
+    return {pieces: cut(pieces) for pieces in (mhc_num_splits(k), one_token)}
+
+
 def bytes_moved(op: str, tokens: int, hidden: int) -> int:
     """What any implementation must read and write of rows and weights; gates are not counted."""
     row = 2 * hidden
@@ -169,11 +191,12 @@ def bench(op: str, every: Tensors, site: Site, tokens: int, copy: Callable[[], f
     """One record."""
     s = site.rows(tokens)
     hidden = s.x.shape[1]
-    call, (name, stock_call) = ours(op, s), stock(op, s)
+    call, (name, stock_call), constant = ours(op, s), stock(op, s), constant_splits(op, s)
     moved = bytes_moved(op, tokens, hidden)
     launches = max(4, min(100, (1 << 30) // moved))
-    timers = [capture(call, launches), copy] + ([capture(stock_call, launches)] if stock_call is not None else [])
-    ours_us, copy_us, *stock_us = medians(*timers)
+    others = [stock_call] if stock_call is not None else []
+    timers = [capture(each, launches) for each in (call, *others, *constant.values())]
+    copy_us, ours_us, *others_us = medians(copy, *timers)
     results = call()
     more: dict[str, object] = {}
     if op == "mhc_post_pre":
@@ -181,6 +204,8 @@ def bench(op: str, every: Tensors, site: Site, tokens: int, copy: Callable[[], f
         if stock_call is not None:
             theirs = stock_call()
             more["stock_precision"] = precision(s, theirs[2], theirs[0])
+    if constant:
+        more["constant_split_us"] = {n: round(us, 2) for n, us in zip(constant, others_us[1:], strict=True)}
     return record(
         op,
         [tokens, hidden],
@@ -189,7 +214,7 @@ def bench(op: str, every: Tensors, site: Site, tokens: int, copy: Callable[[], f
         copy_us=copy_us,
         bitwise=all(torch.equal(bit_view(a), bit_view(b[:tokens])) for a, b in zip(results, every, strict=True)),
         stock=name,
-        stock_us=stock_us[0] if stock_us else None,
+        stock_us=others_us[0] if others_us else None,
         **more,
     )
 
@@ -208,7 +233,9 @@ def main(*ops: str) -> None:
             site = make_site(hidden)
             for tokens in args.tokens:
                 for op in args.ops:
-                    stock(op, site.rows(tokens))[1]()  # type: ignore[misc]
+                    s = site.rows(tokens)
+                    for call in (stock(op, s)[1], *constant_splits(op, s).values()):
+                        call()  # type: ignore[misc]
         torch.cuda.synchronize()
         return
     copy = copy_timer()
