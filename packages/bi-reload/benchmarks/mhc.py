@@ -7,10 +7,10 @@ two explicit ops, vLLM's as ``mhc_fused_post_pre_tilelang``; the others are its 
 is stock / ours; gb_s counts the bytes that every implementation must move; without vLLM stock is null. Replayed from
 CUDA graphs, stock, ours and the copy by turns, medians; inputs and weights of up to some tens of MB stay in the L2
 cache, for all alike. bitwise: every row equals the same row of a call with 4096 tokens, compared in this run;
-precision: the largest difference of ``post_mix`` to float64, ours and stock's. constant_split_us, of ``mhc_pre``: vLLM's
-own function with DeepGEMM's TF32 product cut into as many pieces for every T, by number of pieces: ours, and vLLM's at
-one token. ``--compile`` only has vLLM's kernels compiled, some seconds each, so that several processes can share that
-work.
+precision: the largest difference of ``post_mix`` to float64, ours and stock's. constant_split_us, of ``mhc_pre``:
+vLLM's own function with DeepGEMM's TF32 product cut into as many pieces for every T, by number of pieces: as many as
+ours, and as many as vLLM's of one token. ``--compile`` only has vLLM's kernels compiled, some seconds each, so that
+several processes can share that work.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def constant_splits(op: str, s: Site) -> dict[int, Callable[[], Tensors]]:
 
     def cut(pieces: int) -> Callable[[], Tensors]:
         def constant() -> Tensors:
-            with unittest.mock.patch.object(tilelang_kernels, "compute_num_split", lambda *_: pieces):
+            with unittest.mock.patch.object(tilelang_kernels, "compute_num_split", return_value=pieces):
                 return call()
 
         return constant
