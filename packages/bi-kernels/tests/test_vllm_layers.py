@@ -32,14 +32,15 @@ def hooked():
 
 
 @pytest.fixture(scope="module")
-def v4_config(hooked):
+def v4_config(hooked, tmp_path_factory):
     """vLLM as it is while it builds a DeepSeek-V4 on one rank."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
     config = VllmConfig()
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, "tcp://127.0.0.1:29537", 0, "nccl")
+        store = tmp_path_factory.mktemp("rendezvous") / "store"  # no port: tests run side by side
+        init_distributed_environment(1, 0, f"file://{store}", 0, "nccl")
         initialize_model_parallel(1, 1)
         hf_config = SimpleNamespace(model_type="deepseek_v4")
         config.model_config = SimpleNamespace(hf_config=hf_config, head_dtype=torch.bfloat16)

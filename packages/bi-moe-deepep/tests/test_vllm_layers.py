@@ -36,7 +36,7 @@ Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def vllm_config() -> Iterator[Any]:
+def vllm_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """This package's patches and bi-kernels' finished ones, and a configuration of a DeepSeek-V4 on one rank."""
     os.environ.update(VLLM_BATCH_INVARIANT="1", VLLM_USE_FLASHINFER_SAMPLER="0", BI_PARTIAL="1")
     from bi_kernels.runtime import hooks
@@ -55,7 +55,8 @@ def vllm_config() -> Iterator[Any]:
     deep_gemm.DeepGemmQuantScaleFMT.init_oracle_cache()
     config = VllmConfig()
     with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, "tcp://127.0.0.1:29531", 0, "nccl")
+        store = tmp_path_factory.mktemp("rendezvous") / "store"  # no port: tests run side by side
+        init_distributed_environment(1, 0, f"file://{store}", 0, "nccl")
         initialize_model_parallel(1, 1)
         config.model_config = SimpleNamespace(hf_config=SimpleNamespace(model_type="deepseek_v4", **FLASH))
         init_workspace_manager(torch.device("cuda", 0))

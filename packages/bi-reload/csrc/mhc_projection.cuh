@@ -132,7 +132,8 @@ struct MhcWeights {
     static constexpr int kTiles = MhcSums<kColumns>::kTiles;
     uint32_t words[4][kTiles][3][2];
 
-    // `weights` is the first row's block, rows are k apart.
+    // `weights` is the first row's block, rows are k apart. Plain loads: __ldg takes memory to be constant for as long as
+    // the kernel lives, and under overlapping launches that begins while its predecessor still runs.
     __device__ __forceinline__ void load(const float* weights, int64_t k, int group, int member) {
         float4 values[kTiles][2][2];
 #pragma unroll
@@ -140,7 +141,7 @@ struct MhcWeights {
             const float4* row = reinterpret_cast<const float4*>(weights + (8 * n + group) * k + member * 8);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                values[n][i / 2][i % 2] = 8 * n + group < kColumns ? __ldcg(row + 8 * (i / 2) + i % 2) : float4{};
+                values[n][i / 2][i % 2] = 8 * n + group < kColumns ? row[8 * (i / 2) + i % 2] : float4{};
             }
         }
 #pragma unroll
