@@ -97,6 +97,7 @@ class Workload:
         steps: Steps of one turn.
         warm: Steps before them that do not count.
         profiled: Whether the profiler looks at it too.
+        share: Of the time for turns, beside those of the others: what the host decides about needs more of them.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Workload:
     steps: int
     warm: int = 1
     profiled: bool = False
+    share: int = 1
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -121,12 +123,12 @@ prefilled in a step. Longer ones would take more of the time than all that is me
 WORKLOADS = (
     Workload("decode", "decode", 128, 0, 6, warm=2, profiled=True),
     Workload("decode", "decode", 32, 0, 8, warm=2, profiled=True),
-    Workload("mixed: one 2k prompt a step", "mixed", 32, 2048, 2, profiled=True),
+    Workload("mixed: one 2k prompt a step", "mixed", 32, 2048, 2, profiled=True, share=3),
     Workload("decode", "decode", 8, 0, 16, warm=3, profiled=True),
     Workload("decode", "decode", 1, 0, 24, warm=4, profiled=True),
-    Workload("prefill 1k", "prefill", 1, 1024, 3, profiled=True),
+    Workload("prefill 1k", "prefill", 1, 1024, 3, profiled=True, share=3),
     Workload("prefill 1k", "prefill", 8, 1024, 2),
-    Workload("prefill 8k", "prefill", 1, 8192, 2, profiled=True),
+    Workload("prefill 8k", "prefill", 1, 8192, 2, profiled=True, share=2),  # its turns are the longest
 )
 _MAIN = ("decode", 32)  # whose profile is the record's ``layers`` and ``ops``
 
@@ -282,9 +284,12 @@ def measure_all(engines: dict[str, Engine], clock: Clock, record: dict[str, Any]
         turns: dict[str, list[dict[str, Any]]] = {side: [] for side in engines}
         until = clock.spent() + share_of(workload, clock.left())
         arguments = workload.arguments | {"steps": workload.steps, "warm": workload.warm}
+        began = two_rounds = 0.0
         for done in range(ROUNDS):
-            if done >= _FEWEST and done % 2 == 0 and clock.spent() > until:
-                break
+            if done % 2 == 0:
+                two_rounds, began = clock.spent() - began, clock.spent()
+                if done >= _FEWEST and began + two_rounds > until:
+                    break
             order = tuple(SIDES) if done % 2 == 0 else tuple(SIDES)[::-1]
             for side, turn in each(what, "measure", order, **arguments).items():
                 turns[side].append(turn)
@@ -312,7 +317,7 @@ def share_of(workload: Workload, left: float) -> float:
     """Seconds for the turns of a workload, of those that are left for it and all that come after it."""
     after = WORKLOADS[WORKLOADS.index(workload) :]
     profiles = _PROFILE * sum(other.profiled for other in after)
-    return max(0.0, left - profiles) / len(after)
+    return max(0.0, left - profiles) * workload.share / sum(other.share for other in after)
 
 
 def cost_row(workload: Workload, turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:

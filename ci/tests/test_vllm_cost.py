@@ -221,13 +221,13 @@ class TestTables:
 class Engine:
     """Answers at once, at a speed of its own, and writes down when it was asked."""
 
-    def __init__(self, name, speed, asked, clock, fails=(), us=None):
+    def __init__(self, name, speed, asked, clock, fails=(), us=None, pace=0.1):
         self.name, self.speed, self.asked, self.clock, self.fails = name, speed, asked, clock, fails
-        self.us = us or 1e6 / speed
+        self.us, self.pace = us or 1e6 / speed, pace
 
     def ask(self, name, timeout, **arguments):
         self.asked.append((self.name, name, arguments))
-        self.clock[0] += 0.1
+        self.clock[0] += self.pace
         if name in self.fails:
             raise SideError(f"{self.name} died", alive=name == "profile")
         if name == "measure":
@@ -240,10 +240,10 @@ class Engine:
         return 4000.0
 
 
-def run(limit=400.0, us=None, **fails):
+def run(limit=400.0, us=None, pace=0.1, **fails):
     now, asked = [0.0], []
     speeds = {"stock": 100, "stock deep_gemm": 200, "aligned": 160}
-    engines = {name: Engine(name, speed, asked, now, fails.get(name.replace(" ", "_"), ()), (us or {}).get(name))
+    engines = {name: Engine(name, speed, asked, now, fails.get(name.replace(" ", "_"), ()), (us or {}).get(name), pace)
                for name, speed in speeds.items()}  # fmt: skip
     record = {name: [] for name in ("cost", "layers", "profiles", "not_run", "copy_gb_s")}
     record["cost_model"] = {"ratios": RATIOS}
@@ -358,6 +358,20 @@ class TestTurns:
         assert share_of(last, 10.0 + vllm_cost._PROFILE) == 10
         assert share_of(WORKLOADS[0], 200.0) < 200 / len(WORKLOADS)
         assert share_of(WORKLOADS[0], 1.0) == 0
+        left, shares = 300.0, []
+        for workload in WORKLOADS:
+            shares.append(share_of(workload, left))
+            left -= shares[-1] + vllm_cost._PROFILE * workload.profiled
+        assert left == pytest.approx(0)
+        assert shares == pytest.approx([shares[0] * workload.share for workload in WORKLOADS])
+
+    @pytest.mark.parametrize("limit", [260.0, 270.0, 280.0])
+    def test_turns_leave_their_time_to_the_profile(self, limit):
+        """Two more rounds are begun only if they fit: the last workload's once took the time of its profile."""
+        record, asked = run(limit=limit, pace=1.0)
+        profiled = [side for side, name, _ in asked if name == "profile"]
+        assert len(profiled) == 3 * sum(workload.profiled for workload in WORKLOADS)
+        assert {len(row["turns"]["aligned"]) % 2 for row in record["cost"]} == {0}
 
     def test_medians_ignore_one_slow_turn(self):
         turn = {"tokens": 100, "seconds": 1.0, "forward_us": 5.0, "forwards": 1, "modes": {}}
