@@ -59,6 +59,30 @@ def summary(records: list[dict[str, object]]) -> list[str]:
     ]
 
 
+def constant_split_table(records: list[dict[str, object]]) -> list[str]:
+    """``mhc_pre`` against what the hook could have called instead: vLLM's function with a constant split."""
+    compared = [r for r in records if r.get("constant_split_us")]
+    if not compared:
+        return []
+    tokens = sorted({r["shape"][0] for r in compared})  # type: ignore[index]
+    found = {tuple(r["shape"]): r for r in compared}  # type: ignore[arg-type]
+    lines = [
+        "`mhc_pre`, ours / vLLM's function whose TF32 product is cut into as many pieces as ours, whatever T is / into as "
+        "many as vLLM cuts that of one token.",
+        "",
+        row("H", "pieces", *(f"T = {t}" for t in tokens)),
+        "|--:|--:|" + "--:|" * len(tokens),
+    ]
+    for h in sorted({r["shape"][1] for r in compared}):  # type: ignore[index]
+        pieces = found[tokens[0], h]["constant_split_us"]
+        cells = []
+        for t in tokens:
+            r = found[t, h]
+            cells.append(" / ".join(f"{us:.1f}" for us in (r["ours_us"], *r["constant_split_us"].values())))  # type: ignore
+        lines.append(row(h, ", ".join(pieces), *cells))  # type: ignore[arg-type]
+    return [*lines, ""]
+
+
 def reload_table(records: list[dict[str, object]]) -> list[str]:
     """Whole reloads, by where the weights come from."""
     if not records:
@@ -94,6 +118,7 @@ def tables() -> str:
             "",
             *summary(records),
             "",
+            *constant_split_table(records),
             *reload_table([r for r in every if r["op"] == "reload"]),
         ]
     return "\n".join(parts)
