@@ -11,7 +11,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from .report_view import Compared, Record, at, comparisons, items, load_report, number, rows_of, text
+from .report_view import Compared, Record, at, comparisons, items, load_report, mapping, number, rows_of, text
 
 __all__ = ["END", "REPORT", "START", "block", "main", "rewritten"]
 
@@ -48,20 +48,28 @@ def block(report: Record | None) -> str:
     cost = rows_of(report, "cost")
     if not cost:
         return "\n".join([*lines, "Speed against stock vLLM: not run.", ""])
-    note = text(report, "cost_note") or "GPU time is against the stock side named, whose forward takes less of it."
+    note = text(report, "cost_note") or (
+        "A forward's time, from first kernel to last, is against the stock side named, whose forward is shorter."
+    )
+    note += (
+        "\nGPU work is the time in which kernels ran, under a profiler, against the stock side with less of it. Where "
+        "the GPU was busy\nfor a part of the forward only, the host decided how long it took, and turns are far apart."
+    )
     by = "by the median over pairs of neighbouring turns (least to most)" if any(map(_ends, cost)) else "of two medians"
     if (layers := number(report, "cost_model", "layers")) is not None:
         shared = ", which share the weights of a few" if at(report, "cost_model", "shared") is True else ""
         lines.append(f"Speed of a model as wide as DeepSeek-V4-Flash with {layers:g} layers{shared}.")
     lines += [f"Tokens/s are against the stock side with more of them, slower {by}.", note, ""]
-    lines += [_row("tokens/s", "batch", "stock", "aligned", "slower by", "GPU time of the model")]
-    lines += [_row("---", "--:", "--:", "--:", "--:", "--:")]
+    lines += [_row("tokens/s", "batch", "stock", "aligned", "slower by", "forward", "GPU work", "busy")]
+    lines += [_row("---", "--:", "--:", "--:", "--:", "--:", "--:", "--:")]
+    steps = {(p.get("workload"), p.get("batch")): p for p in rows_of(report, "profiles")}
     for row in cost:
         rates = (_shown(number(row, key)) for key in ("batch", "stock_tok_s", "aligned_tok_s"))
         slower, gpu = (_percent(number(row, key)) for key in ("overhead_percent", "forward_overhead_percent"))
         side = text(row, "forward_baseline")
         gpu += f" against {side}" if side else ""
-        lines.append(_row(text(row, "workload") or "-", *rates, slower + _ends(row), gpu))
+        work = _work(steps.get((row.get("workload"), row.get("batch")), {}))
+        lines.append(_row(text(row, "workload") or "-", *rates, slower + _ends(row), gpu, *work))
     return "\n".join([*lines, ""])
 
 
@@ -106,6 +114,17 @@ def _ends(row: Record) -> str:
     if len(spread) != 3 or spread[0] is None or spread[2] is None:
         return ""
     return f" ({spread[0]:+.0f} to {spread[2]:+.0f})"
+
+
+def _work(profile: Record) -> tuple[str, str]:
+    """How much more work the GPU has than stock's, and for what share of the aligned forward it is busy with it."""
+    sides = mapping(profile, "sides")
+    busy = {name: us for name in sides if (us := number(sides, name, "busy_us"))}
+    stock = [us for name, us in busy.items() if name != "aligned"]
+    if "aligned" not in busy or not stock:
+        return "not run", "not run"
+    percent = number(sides, "aligned", "busy_percent")
+    return _percent(100 * (busy["aligned"] / min(stock) - 1)), "not run" if percent is None else f"{percent:.0f} %"
 
 
 def _percent(value: float | None) -> str:

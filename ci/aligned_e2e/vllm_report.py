@@ -455,7 +455,7 @@ class _Whole:
 
     def add_extra(self, records: Mapping[str, Sequence[Record]]) -> None:
         """What other modules have recorded."""
-        for name in EXTRA_PARTS.keys() & records.keys():
+        for name in (name for name in EXTRA_PARTS if name in records):  # a set has another order every time
             (record,) = records[name]
             self.report |= {key: record[key] for key in EXTRA_PARTS[name].keys if key in record}
             self.not_run += record.get("not_run", [])

@@ -369,7 +369,24 @@ def test_a_gpu_time_names_its_stock_side_and_says_when_it_had_no_rival(full: dic
     assert "-36.0 % against stock |" in block(new)
     for shown in (block(new), _page(new).text):
         assert "not profiled in this run" not in shown
-        assert "takes less" in shown
+        assert "forward is shorter" in shown
+
+
+def test_a_step_that_waits_for_the_host_is_told_from_one_that_costs_the_gpu(full: dict[str, Any]) -> None:
+    """Tokens/s of a step without graphs say how the host was, unless the GPU was busy all the time."""
+    row = full["cost"][2]
+    row["overhead_percent"] = 18.0
+    sides = {"stock": {"busy_us": 900.0}, "stock deep_gemm": {"busy_us": 800.0}}
+    sides["aligned"] = {"busy_us": 780.0, "busy_percent": 63.4}
+    full["profiles"] = [{"workload": row["workload"], "batch": row["batch"], "sides": sides}]
+    assert "| -2.5 % | 63 % |" in block(full)  # against the lesser of the two
+    assert "more than 5 % slower, 1 of them where the GPU waits for the host." in _page(full).text
+    sides["aligned"]["busy_percent"] = 98.0
+    assert "more than 5 % slower." in _page(full).text
+    row["overhead_percent"], sides["aligned"]["busy_percent"] = 1.0, 63.4
+    assert "more than 5 % slower." in _page(full).text
+    del sides["aligned"]
+    assert "| not run | not run |" in block(full)
 
 
 def test_other_libraries_in_one_part_are_red(full: dict[str, Any]) -> None:
@@ -438,7 +455,7 @@ def test_command_line(full: dict[str, Any], tmp_path: pathlib.Path, capsys: pyte
 
 def test_readme_table_counts_and_names_what_is_missing(full: dict[str, Any]) -> None:
     assert "| schedules of the same requests | 8 | 19,968 | 0 |" in block(full)
-    assert "| decode | 32 | 3,200 | 3,065 | +4.4 % | not run |" in block(full)
+    assert "| decode | 32 | 3,200 | 3,065 | +4.4 % | not run | not run | not run |" in block(full)
     assert "Faults on purpose caught: 7 of 7; failures: 0." in block(full)
     assert "with 43 layers, which share the weights of a few.\nTokens/s are against" in block(full)
     full["runs"][2]["tokens_different"] = 5

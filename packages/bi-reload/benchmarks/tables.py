@@ -67,8 +67,8 @@ def constant_split_table(records: list[dict[str, object]]) -> list[str]:
     tokens = sorted({r["shape"][0] for r in compared})  # type: ignore[index]
     found = {tuple(r["shape"]): r for r in compared}  # type: ignore[arg-type]
     lines = [
-        "`mhc_pre`, ours / vLLM's function whose TF32 product is cut into as many pieces as ours, whatever T is / into as "
-        "many as vLLM cuts that of one token.",
+        "`mhc_pre`, ours / vLLM's function whose TF32 product is cut into as many pieces as ours, whatever T is / into "
+        "as many as vLLM cuts that of one token.",
         "",
         row("H", "pieces", *(f"T = {t}" for t in tokens)),
         "|--:|--:|" + "--:|" * len(tokens),
