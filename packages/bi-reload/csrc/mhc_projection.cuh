@@ -132,8 +132,8 @@ struct MhcWeights {
     static constexpr int kTiles = MhcSums<kColumns>::kTiles;
     uint32_t words[4][kTiles][3][2];
 
-    // `weights` is the first row's block, rows are k apart. Plain loads: __ldg takes memory to be constant for as long as
-    // the kernel lives, and under overlapping launches that begins while its predecessor still runs.
+    // `weights` is the first row's block, rows are k apart. Plain loads: __ldg takes memory to be constant for as long
+    // as the kernel lives, and under overlapping launches that begins while its predecessor still runs.
     __device__ __forceinline__ void load(const float* weights, int64_t k, int group, int member) {
         float4 values[kTiles][2][2];
 #pragma unroll
