@@ -6,12 +6,15 @@ import math
 from collections.abc import Sequence
 
 from .html_markup import NOT_RUN, Column, Markup, bar, details, join, table, tag, value_or_not_run
-from .report_view import Record, items, mapping, number, rows_of, text
+from .report_view import Record, items, mapping, number, profile_of, rows_of, text
 
 __all__ = ["GOAL_PERCENT", "cost"]
 
 GOAL_PERCENT = 5.0
 """How much slower than stock vLLM aligned mode may be."""
+
+_BUSY_PERCENT = 90.0
+"""A GPU that is busy for less of a forward has waited for the host."""
 
 _APART = (("layers", "all layers"), ("lm_head", "lm_head"), ("final norm", "final norm"),
           ("log_softmax", "log-softmax"), ("sampling", "sampling"))  # fmt: skip
@@ -24,7 +27,8 @@ def cost(report: Record) -> Markup:
     overheads = [x for row in rows if (x := _finite(row, "overhead_percent")) is not None]
     above = sum(x > GOAL_PERCENT for x in overheads)
     profiles = rows_of(report, "profiles") or _only_profile(report)
-    waited = sum(_host_bound(profiles, row) for row in rows if (_finite(row, "overhead_percent") or 0) > GOAL_PERCENT)
+    slow = [row for row in rows if (_finite(row, "overhead_percent") or 0) > GOAL_PERCENT]
+    waited = sum(_host_bound(profile_of(profiles, row)) for row in slow)
     because = f", {waited} of them where the GPU waits for the host" if waited else ""
     summary = tag("span", f"{above} of {len(overheads)} workloads are more than {GOAL_PERCENT:g} % slower{because}.",
                   class_="bad-text" if above else "good-text") if overheads else None  # fmt: skip
@@ -67,11 +71,10 @@ def _model(report: Record) -> str:
     return f"A model as wide as DeepSeek-V4-Flash with {layers:g} layers{shared}{held}. "
 
 
-def _host_bound(profiles: Sequence[Record], row: Record) -> bool:
-    """Whether the GPU was busy for less than nine tenths of a workload's aligned forward."""
-    same = (p for p in profiles if (p.get("workload"), p.get("batch")) == (row.get("workload"), row.get("batch")))
-    shares = (number(mapping(p, "sides"), "aligned", "busy_percent") for p in same)
-    return any(share is not None and share < 90 for share in shares)
+def _host_bound(profile: Record) -> bool:
+    """Whether the GPU waited for the host in the aligned forward."""
+    busy = number(profile, "sides", "aligned", "busy_percent")
+    return busy is not None and busy < _BUSY_PERCENT
 
 
 def _only_profile(report: Record) -> list[Record]:

@@ -11,7 +11,19 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from .report_view import Compared, Record, at, comparisons, items, load_report, mapping, number, rows_of, text
+from .report_view import (
+    Compared,
+    Record,
+    at,
+    comparisons,
+    items,
+    load_report,
+    mapping,
+    number,
+    profile_of,
+    rows_of,
+    text,
+)
 
 __all__ = ["END", "REPORT", "START", "block", "main", "rewritten"]
 
@@ -62,13 +74,12 @@ def block(report: Record | None) -> str:
     lines += [f"Tokens/s are against the stock side with more of them, slower {by}.", note, ""]
     lines += [_row("tokens/s", "batch", "stock", "aligned", "slower by", "forward", "GPU work", "busy")]
     lines += [_row("---", "--:", "--:", "--:", "--:", "--:", "--:", "--:")]
-    steps = {(p.get("workload"), p.get("batch")): p for p in rows_of(report, "profiles")}
     for row in cost:
         rates = (_shown(number(row, key)) for key in ("batch", "stock_tok_s", "aligned_tok_s"))
         slower, gpu = (_percent(number(row, key)) for key in ("overhead_percent", "forward_overhead_percent"))
         side = text(row, "forward_baseline")
         gpu += f" against {side}" if side else ""
-        work = _work(steps.get((row.get("workload"), row.get("batch")), {}))
+        work = _work(profile_of(rows_of(report, "profiles"), row))
         lines.append(_row(text(row, "workload") or "-", *rates, slower + _ends(row), gpu, *work))
     return "\n".join([*lines, ""])
 
@@ -122,9 +133,9 @@ def _work(profile: Record) -> tuple[str, str]:
     busy = {name: us for name in sides if (us := number(sides, name, "busy_us"))}
     stock = [us for name, us in busy.items() if name != "aligned"]
     if "aligned" not in busy or not stock:
-        return "not run", "not run"
+        return "not profiled", "not profiled"
     percent = number(sides, "aligned", "busy_percent")
-    return _percent(100 * (busy["aligned"] / min(stock) - 1)), "not run" if percent is None else f"{percent:.0f} %"
+    return _percent(100 * (busy["aligned"] / min(stock) - 1)), "not profiled" if percent is None else f"{percent:.0f} %"
 
 
 def _percent(value: float | None) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "number",
     "off_equal",
     "problems_of",
+    "profile_of",
     "reasons",
     "rows_of",
     "text",
@@ -156,6 +157,12 @@ def _with_baseline(row: Record) -> Record:
     if "forward_baseline" not in row and number(row, "stock_forward_us") is not None:
         changed["forward_baseline"] = text(row, "stock_baseline")
     return {**row, **changed}
+
+
+def profile_of(profiles: Sequence[Record], row: Record) -> Record:
+    """The profile of a row of ``cost``; an empty one where its workload was not profiled."""
+    same = (p for p in profiles if (p.get("workload"), p.get("batch")) == (row.get("workload"), row.get("batch")))
+    return next(same, {})
 
 
 def at(record: object, *path: str) -> Any:

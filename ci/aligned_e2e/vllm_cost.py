@@ -284,7 +284,7 @@ def measure_all(engines: dict[str, Engine], clock: Clock, record: dict[str, Any]
         turns: dict[str, list[dict[str, Any]]] = {side: [] for side in engines}
         until = clock.spent() + share_of(workload, clock.left())
         arguments = workload.arguments | {"steps": workload.steps, "warm": workload.warm}
-        began = two_rounds = 0.0
+        began = clock.spent()
         for done in range(ROUNDS):
             if done % 2 == 0:
                 two_rounds, began = clock.spent() - began, clock.spent()

@@ -386,7 +386,7 @@ def test_a_step_that_waits_for_the_host_is_told_from_one_that_costs_the_gpu(full
     row["overhead_percent"], sides["aligned"]["busy_percent"] = 1.0, 63.4
     assert "more than 5 % slower." in _page(full).text
     del sides["aligned"]
-    assert "| not run | not run |" in block(full)
+    assert "| not profiled | not profiled |\n" in block(full)
 
 
 def test_other_libraries_in_one_part_are_red(full: dict[str, Any]) -> None:
@@ -455,7 +455,7 @@ def test_command_line(full: dict[str, Any], tmp_path: pathlib.Path, capsys: pyte
 
 def test_readme_table_counts_and_names_what_is_missing(full: dict[str, Any]) -> None:
     assert "| schedules of the same requests | 8 | 19,968 | 0 |" in block(full)
-    assert "| decode | 32 | 3,200 | 3,065 | +4.4 % | not run | not run | not run |" in block(full)
+    assert "| decode | 32 | 3,200 | 3,065 | +4.4 % | not run | not profiled | not profiled |" in block(full)
     assert "Faults on purpose caught: 7 of 7; failures: 0." in block(full)
     assert "with 43 layers, which share the weights of a few.\nTokens/s are against" in block(full)
     full["runs"][2]["tokens_different"] = 5

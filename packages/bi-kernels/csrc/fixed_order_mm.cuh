@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                 barrier_wait_cluster(arrived, 0);
 #pragma unroll
                 for (int i = 0; i < kTileN / 8; ++i) {
-                    const float4 v = shared_quad(inbox + i * kFragmentBytes + 16 * threadIdx.x);
+                    const float4 v = shared_quad<float4>(inbox + i * kFragmentBytes + 16 * threadIdx.x);
                     total[4 * i] = v.x, total[4 * i + 1] = v.y, total[4 * i + 2] = v.z, total[4 * i + 3] = v.w;
                 }
 #pragma unroll
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                 float4 part[kSplits];
 #pragma unroll
                 for (int p = 0; p < kSplits; ++p) {
-                    part[p] = shared_quad(inbox + p * kSliceBytes + i * kFragmentBytes + 16 * threadIdx.x);
+                    part[p] = shared_quad<float4>(inbox + p * kSliceBytes + i * kFragmentBytes + 16 * threadIdx.x);
                 }
                 float4 sum = {};
 #pragma unroll

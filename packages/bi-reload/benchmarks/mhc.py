@@ -146,10 +146,9 @@ def stock(op: str, s: Site) -> tuple[str | None, Callable[[], Tensors] | None]:
     }[op]
 
 
-def constant_splits(op: str, s: Site) -> dict[int, Callable[[], Tensors]]:
-    """``mhc_pre`` by vLLM's function with a split that does not see T: what the hook could have called instead."""
-    call = stock(op, s)[1] if op == "mhc_pre" else None
-    if call is None:
+def constant_splits(op: str, k: int, call: Callable[[], Tensors] | None) -> dict[int, Callable[[], Tensors]]:
+    """``call``, vLLM's ``mhc_pre``, with a split that does not see T: what the hook could have called instead."""
+    if op != "mhc_pre" or call is None:
         return {}
     from vllm.model_executor.kernels.mhc import tilelang_kernels
 
@@ -160,7 +159,6 @@ def constant_splits(op: str, s: Site) -> dict[int, Callable[[], Tensors]]:
 
         return constant
 
-    k = s.fn.shape[1]
     one_token = tilelang_kernels.compute_num_split(64, k, 1)
     return {pieces: cut(pieces) for pieces in (mhc_num_splits(k), one_token)}
 
@@ -191,7 +189,8 @@ def bench(op: str, every: Tensors, site: Site, tokens: int, copy: Callable[[], f
     """One record."""
     s = site.rows(tokens)
     hidden = s.x.shape[1]
-    call, (name, stock_call), constant = ours(op, s), stock(op, s), constant_splits(op, s)
+    call, (name, stock_call) = ours(op, s), stock(op, s)
+    constant = constant_splits(op, s.fn.shape[1], stock_call)
     moved = bytes_moved(op, tokens, hidden)
     launches = max(4, min(100, (1 << 30) // moved))
     others = [stock_call] if stock_call is not None else []
@@ -234,8 +233,9 @@ def main(*ops: str) -> None:
             for tokens in args.tokens:
                 for op in args.ops:
                     s = site.rows(tokens)
-                    for call in (stock(op, s)[1], *constant_splits(op, s).values()):
-                        call()  # type: ignore[misc]
+                    call = stock(op, s)[1]
+                    for each in (call, *constant_splits(op, s.fn.shape[1], call).values()):
+                        each()  # type: ignore[misc]
         torch.cuda.synchronize()
         return
     copy = copy_timer()

@@ -57,14 +57,6 @@ struct MhcSums {
 };
 
 #ifdef __CUDACC__
-__device__ __forceinline__ uint4 mhc_shared_load(uint32_t address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
 __device__ __forceinline__ void mhc_named_wait(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -74,15 +66,7 @@ __device__ __forceinline__ void mhc_named_arrive(int barrier, int threads) {
 // A float of another block of the cluster, at this block's own shared address.
 __device__ __forceinline__ float mhc_cluster_load(uint32_t address, uint32_t rank) {
     float v;
-    asm volatile(
-        "{\n"
-        ".reg .u32 there;\n"
-        "mapa.shared::cluster.u32 there, %1, %2;\n"
-        "ld.shared::cluster.f32 %0, [there];\n"
-        "}\n"
-        : "=f"(v)
-        : "r"(address), "r"(rank)
-        : "memory");
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(sm90::cluster_address(address, rank)) : "memory");
     return v;
 }
 // sum[16 x 8] += a[16 x 16] b[16 x 8]. Lane 4 g + t holds, of a, words of row g (a0, a2) and g + 8 (a1, a3), of b,
@@ -331,7 +315,8 @@ __global__ void __launch_bounds__(MhcManyRows<kColumns>::kThreads, 1)
             MhcBlockSum<kColumns> sum;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                sum.add(weights, j, mhc_shared_load(at + 64 * j), mhc_shared_load(at + 64 * j + 8 * Layout::kRowBytes));
+                sum.add(weights, j, sm90::shared_quad<uint4>(at + 64 * j),
+                        sm90::shared_quad<uint4>(at + 64 * j + 8 * Layout::kRowBytes));
             }
             if (tile >= first_tile + 2 * tile_step) mhc_named_wait(3 + buffer, threads);
             sum.store(sums + buffer * Layout::kBufferFloats + warp * Sums::kFloats, group, member);

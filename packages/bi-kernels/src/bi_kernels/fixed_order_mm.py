@@ -119,11 +119,8 @@ def _check_cuda(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None)
             "fixed_order_mm: expected a GPU of compute capability 9.0, got another one. The kernel is built on "
             "Hopper's matrix instructions, and no other has been validated. Run on Hopper."
         )
-    for name, tensor, size in (
-        ("x", x, 16),
-        ("weight", weight, 16),
-        ("out", out, 2 * (4 if out is None else out.element_size())),
-    ):
-        if tensor is not None:
-            check_tensor(name, tensor, disjoint=True)  # a tensor map's strides are at least what they step over
-            check_rows_aligned(name, tensor, size)
+    for name, tensor in (("x", x), ("weight", weight)):
+        check_tensor(name, tensor, disjoint=True)  # a tensor map's strides are at least what they step over
+        check_rows_aligned(name, tensor, 16)
+    if out is not None:
+        check_rows_aligned("out", out, 2 * out.element_size())

@@ -12,6 +12,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// Where another block of the cluster has what this block has at `address`.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
 // One thread of the warp, all of whose threads call this: the compiler then knows that what follows runs once.
 __device__ __forceinline__ bool elected() {
     uint32_t is;
@@ -40,14 +47,7 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, int byte
 }
 // Arrives at another block's barrier, at this block's own shared address.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
-    asm volatile(
-        "{\n"
-        ".reg .u32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-        "}\n" ::"r"(barrier),
-        "r"(rank)
-        : "memory");
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address(barrier, rank)) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     asm volatile(
@@ -216,12 +216,6 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Where another block of the cluster has what this block has at `address`.
-__device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank) {
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    return there;
-}
 // Four floats to a block of the cluster, whose barrier counts their bytes. It must not end before they have arrived.
 __device__ __forceinline__ void cluster_send(uint32_t target, float v0, float v1, float v2, float v3,
                                              uint32_t barrier) {
@@ -230,13 +224,15 @@ __device__ __forceinline__ void cluster_send(uint32_t target, float v0, float v1
         "f"(v0), "f"(v1), "f"(v2), "f"(v3), "r"(barrier)
         : "memory");
 }
-__device__ __forceinline__ float4 shared_quad(uint32_t address) {
-    float4 v;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+// Four words of this block's shared memory, as a float4 or a uint4.
+template <class Quad>
+__device__ __forceinline__ Quad shared_quad(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "r"(address)
                  : "memory");
-    return v;
+    return __builtin_bit_cast(Quad, v);
 }
 
 }  // namespace bi::sm90
